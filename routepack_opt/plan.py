@@ -199,7 +199,7 @@ class Placement:
         array = np.asarray(ids)
         if array.dtype.kind not in "iu" or array.ndim < 2 or array.shape[-2] != self.num_layers:
             raise InvalidInputError(
-                f"ids have dtype {array.dtype} and shape {array.shape}; integers [..., {self.num_layers}, K] are needed",
+                f"ids have dtype {array.dtype} and shape {array.shape}; integers [..., {self.num_layers}, K] needed",
                 context="remapping routed ids",
             )
         wide = array.astype(np.int64)

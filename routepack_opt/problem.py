@@ -864,7 +864,7 @@ def _resolve_rows(
     faults: Faults,
 ) -> RowCount | None:
     if num_rows is None:
-        return least_rows(aligned, capacity, cluster.dp_size, exact=prove_rows > 0, time_limit=prove_rows or None)
+        return least_rows(aligned, capacity, cluster.dp_size, exact=prove_rows > 0, time_limit=prove_rows)
     num_rows = int(num_rows)
     bins, method = least_bins_bound(aligned, capacity)
     bound = -(-bins // cluster.dp_size)
