@@ -59,15 +59,10 @@ class RowCount:
     def __repr__(self) -> str:
         if self.proven:
             return f"RowCount({self.num_rows}, proven: {self.method} meets {self.bound_method})"
-        return (
-            f"RowCount({self.num_rows} by {self.method}, "
-            f"at least {self.bound} by {self.bound_method}, not proven)"
-        )
+        return f"RowCount({self.num_rows} by {self.method}, at least {self.bound} by {self.bound_method}, not proven)"
 
 
-def _checked_lengths(
-    lengths: npt.ArrayLike, capacity: int, *, faults: Faults, noun: str = "sample"
-) -> IntArray:
+def _checked_lengths(lengths: npt.ArrayLike, capacity: int, *, faults: Faults, noun: str = "sample") -> IntArray:
     array = np.asarray(lengths)
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer):
         faults.add(f"capacity must be an integer, got {capacity!r}")
@@ -208,8 +203,7 @@ def pack_bins(lengths: npt.ArrayLike, capacity: int, *, num_bins: int | None = N
     bound, method = _least_bins_bound(array, capacity)
     if bound > num_bins:
         raise InvalidInputError(
-            f"{array.size} samples need at least {bound} bins of {capacity} tokens ({method}), "
-            f"num_bins is {num_bins}",
+            f"{array.size} samples need at least {bound} bins of {capacity} tokens ({method}), num_bins is {num_bins}",
             context="bin packing",
         )
     if array.size * used <= _SUBSET_SUM_WORK:
