@@ -54,14 +54,15 @@ if TYPE_CHECKING:
     from routepack_opt.planning import solve as solve
     from routepack_opt.problem import Cluster as Cluster
     from routepack_opt.problem import Problem as Problem
-    from routepack_opt.registry import describe as planners
+    from routepack_opt.recorded import load_trace as load_trace
+    from routepack_opt.registry import planners as planners
     from routepack_opt.result import Limit as Limit
     from routepack_opt.result import Result as Result
     from routepack_opt.result import Status as Status
     from routepack_opt.score import evaluate as evaluate
     from routepack_opt.score import violations as violations
     from routepack_opt.sequence import plan_sequence as plan_sequence
-    from routepack_opt.synthetic import load_trace as load_trace
+
 
 __version__ = "0.1.0"
 
@@ -84,14 +85,14 @@ _NAMES: dict[str, tuple[str, str]] = {
     "solve": ("planning", "solve"),
     "Cluster": ("problem", "Cluster"),
     "Problem": ("problem", "Problem"),
-    "planners": ("registry", "describe"),
+    "planners": ("registry", "planners"),
     "Limit": ("result", "Limit"),
     "Result": ("result", "Result"),
     "Status": ("result", "Status"),
     "evaluate": ("score", "evaluate"),
     "violations": ("score", "violations"),
     "plan_sequence": ("sequence", "plan_sequence"),
-    "load_trace": ("synthetic", "load_trace"),
+    "load_trace": ("recorded", "load_trace"),
 }
 _MODULES = (
     "bounds",

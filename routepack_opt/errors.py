@@ -9,6 +9,7 @@ __all__ = [
     "Faults",
     "InfeasibleProblemError",
     "InvalidInputError",
+    "InvalidPlanError",
     "MissingExtraError",
     "RoutePackError",
     "SolverClaimError",
@@ -45,6 +46,10 @@ class InvalidInputError(RoutePackError, ValueError):
 
 class InfeasibleProblemError(InvalidInputError):
     """A well-formed problem that provably has no feasible plan; the faults are the proofs."""
+
+
+class InvalidPlanError(InvalidInputError):
+    """A placement or packing that cannot be one of this problem, such as slots that are no permutation."""
 
 
 class MissingExtraError(RoutePackError, ImportError):

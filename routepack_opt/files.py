@@ -165,9 +165,10 @@ def read_npz(
     """
     context = f"{what} {path}"
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if isinstance(archive, np.ndarray):
-                raise InvalidInputError("a single .npy array, not an .npz archive", context=context)
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            raise InvalidInputError("a single .npy array, not an .npz archive", context=context)
+        with loaded as archive:
             names = set(archive.files)
             faults = [f"array {name!r} is missing" for name in required if name not in names]
             faults += [f"unknown array {name!r}" for name in sorted(names - set(required) - set(optional))]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from routepack_opt import files
 from routepack_opt.arrays import IntArray, integer_array, read_only
-from routepack_opt.errors import Faults, InvalidInputError
+from routepack_opt.errors import Faults, InvalidInputError, InvalidPlanError
 from routepack_opt.problem import Problem, validation_faults
 
 __all__ = ["Packing", "Placement", "Plan"]
@@ -395,7 +395,7 @@ class Plan:
 
         Raises
         ------
-        InvalidInputError
+        InvalidPlanError
             With every fault of either decision. Broken capacities are not faults
             here: :func:`routepack_opt.score.violations` lists them.
         """
@@ -416,7 +416,7 @@ class Plan:
             faults.extend(placement_faults(problem, placement))
         if packing is not None and packing.num_samples != problem.num_samples:
             faults.add(f"the packing has {packing.num_samples} samples, the problem {problem.num_samples}")
-        faults.raise_if_any("plan")
+        faults.raise_if_any("plan", error=InvalidPlanError)
         assert packing is not None
         assert placement is not None
         return cls.of(problem, placement, packing)
@@ -444,6 +444,8 @@ class Plan:
         ------
         InvalidInputError
             If the file is damaged, or belongs to a problem of another fingerprint or R.
+        InvalidPlanError
+            If its decisions cannot be a plan of the problem (no permutation, wrong N).
         """
         return cls.from_dict(files.read_json(path, what="plan"), problem, context=f"plan {path}")
 
@@ -468,8 +470,8 @@ class Plan:
         faults.raise_if_any(context)
         try:
             return cls.from_arrays(problem, raw.row_of_sample, raw.dp_slot_of_sample, raw.slot_of_expert)
-        except InvalidInputError as error:
-            raise InvalidInputError(error.faults, context=context) from error
+        except InvalidPlanError as error:
+            raise InvalidPlanError(error.faults, context=context) from error
 
     def __repr__(self) -> str:
         return f"Plan(R {self.num_rows}, {self.placement!r}, {self.packing!r})"

@@ -716,7 +716,8 @@ class Runs:
             rows.append(row)
         return pd.DataFrame(rows)
 
-    def _formatted(self) -> pd.DataFrame:
+    def formatted(self) -> pd.DataFrame:
+        """:meth:`table` with numbers as text, as it is printed."""
         table = self.table()
         digits = {"gap %": 2, "window CV %": 2, "row CV %": 2, "EP peak %": 2, "seconds": 2}
         for column in table.columns:
@@ -729,10 +730,10 @@ class Runs:
 
     def __repr__(self) -> str:
         head = f"{self.problem!r}\nbound: {self.bound_method}"
-        return f"{head}\n{self._formatted().to_string(index=False)}"
+        return f"{head}\n{self.formatted().to_string(index=False)}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{self.problem!r}<br>bound: {self.bound_method}</p>{self._formatted().to_html(index=False)}"
+        return f"<p>{self.problem!r}<br>bound: {self.bound_method}</p>{self.formatted().to_html(index=False)}"
 
 
 def _best(results: list[Result]) -> Result:

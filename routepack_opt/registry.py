@@ -24,7 +24,7 @@ from typing import Any
 from routepack_opt.errors import Faults, InvalidInputError, refuse_unknown
 from routepack_opt.solver import Packer, Placer, Planner, component_spec
 
-__all__ = ["ALIASES", "BUILT_IN", "Description", "canonical", "component", "describe", "names", "parse"]
+__all__ = ["ALIASES", "BUILT_IN", "Description", "canonical", "component", "names", "parse", "planners"]
 
 #: Built-in components: name → where it lives. Nothing is imported before it is asked for.
 BUILT_IN: dict[str, str] = {
@@ -230,7 +230,7 @@ def parse(spec: str) -> tuple[Any, Any] | Any:
     return built[0], built[1]
 
 
-def describe() -> list[Description]:
+def planners() -> list[Description]:
     """Every component with its roles, parameters and whether it can run here."""
     rows = []
     for name in names():
