@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import prtpy
@@ -34,7 +35,7 @@ from routepack_opt.solvers.practice import (
 )
 
 NAMES = [name for name, where in BUILT_IN.items() if ":" in where and ".practice:" in where]
-PACKERS = [
+PACKERS: list[Any] = [
     RoundRobin(),
     NextFit(),
     NextFit(fit="first"),
