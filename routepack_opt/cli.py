@@ -129,6 +129,8 @@ def solve(
     from routepack_opt import planning
     from routepack_opt.plan import Plan
 
+    if plan_out is not None:
+        _check_folder(plan_out)
     loaded = _load(problem, prove_rows)
     result = planning.solve(
         loaded,
@@ -257,11 +259,16 @@ def compare(
         out.print(f"figure written to {escape(saved)}")
 
 
+def _check_folder(path: Path) -> None:
+    """Refuse before the work is done what could not be written after it."""
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"the folder {path.parent} of {path.name} does not exist; create it first")
+
+
 def _check_figure(path: Path) -> None:
     if path.suffix not in (".pdf", ".svg", ".png"):
         raise InvalidInputError(f"figure {path} must end in .pdf, .svg or .png")
-    if not path.parent.is_dir():
-        raise InvalidInputError(f"the folder {path.parent} of the figure does not exist; create it first")
+    _check_folder(path)
 
 
 def save_figure(figure: Any, path: Path) -> None:

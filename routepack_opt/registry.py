@@ -214,14 +214,20 @@ def parse(spec: str) -> tuple[Any, Any] | Any:
         raise InvalidInputError(
             f"planner spec {spec!r} has {len(parts)} parts; write placer+packer or one joint planner"
         )
-    built = [component(part) for part in parts]
+    faults = Faults()
+    built = []
+    for part in parts:
+        try:
+            built.append(component(part))
+        except InvalidInputError as error:
+            faults.extend(error.faults)
+    faults.raise_if_any(f"planner spec {spec!r}")
     if len(built) == 1:
         if not isinstance(built[0], Planner):
             role = "placer" if isinstance(built[0], Placer) else "packer"
             hint = f"{spec}+annealing" if role == "placer" else f"lpt+{spec}"
             raise InvalidInputError(f"{spec!r} is a {role}, not a joint planner; write for instance {hint!r}")
         return built[0]
-    faults = Faults()
     if not isinstance(built[0], Placer):
         faults.add(f"{parts[0]!r} places no experts; the part before + must be a placer")
     if not isinstance(built[1], Packer):
