@@ -36,9 +36,7 @@ def real_data(folder: Path) -> Iterator[tuple[str, RoutingStatistics]]:
     with np.load(folder / "routing_gptoss20b_per_sample" / "counts.npz") as archive:
         yield "gpt-oss-20b (recorded)", routing_statistics(archive["a"], ep_size=EP_SIZE, top_k=4)
     with np.load(folder / "routing_olmoe_allenai_domain_counts" / "counts.npz") as archive:
-        domains = [
-            name for name in archive.files if name.startswith("olmoe__")
-        ]
+        domains = [name for name in archive.files if name.startswith("olmoe__")]
         window = np.stack([archive[name] for name in sorted(domains)]).astype(np.int64)
     # Domains stand in for samples: their imbalance and distance are those of whole corpora.
     yield "OLMoE-1B-7B (domains)", routing_statistics(window, ep_size=EP_SIZE, top_k=8)
@@ -85,10 +83,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.write and options.only:
         parser.error("--write stores all families; leave out --only")
-    print("load CV: mean/max over layers; imbalance: window, mean/max over layers, contiguous; per sample: mean/p95")
-    print(
-        "name                       P  load CV    imbalance  per sample after LPT  TV    visit length min 5 25 50 75 95 max"
-    )
+    print("load CV: mean/max over layers; imbalance: window, mean/max over layers, contiguous; per sample: mean/p95;")
+    print("lengths: min, 5, 25, 50, 75, 95 %, max; visit: median share of a sample's tokens at its most visited expert")
+    print("name                       P  load CV    imbalance  per sample after LPT  TV    visit length quantiles")
     parts = []
     folder = os.environ.get("ROUTEPACK_DATA")
     if folder is None:

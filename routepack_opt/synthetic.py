@@ -23,6 +23,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import cache
 from importlib import resources
 from typing import Any, Final, NamedTuple
@@ -33,7 +34,7 @@ from numba import njit
 
 from routepack_opt.arrays import IntArray
 from routepack_opt.batch import RoutingBatch
-from routepack_opt.cost import CostModel
+from routepack_opt.cost import CostModel, OperatorClass
 from routepack_opt.errors import Faults, InvalidInputError, refuse_unknown
 from routepack_opt.plan import Packing, Placement, Plan
 from routepack_opt.problem import Cluster, Problem
@@ -901,7 +902,7 @@ def _balanced_rank_loads(first: AnyArray, row_total: AnyArray, column_total: int
 
 @njit(cache=True, nogil=True)
 def _spread_in_ranks(rank_load: AnyArray, weights: AnyArray, tokens: AnyArray, counts: AnyArray) -> None:
-    """Spread rank loads [n, P] of one layer over the experts of each rank by weights [n, E], at most ``tokens`` each."""
+    """Spread rank loads [n, P] of one layer over each rank's experts by weights [n, E], at most ``tokens`` each."""
     n, num_ranks = rank_load.shape
     per_rank = weights.shape[1] // num_ranks
     row = np.empty(per_rank, dtype=np.float64)
@@ -945,7 +946,7 @@ def planted(
     fill: float = 0.97,
     mean_length: int = 5_000,
     noise: float = 0.5,
-    cost: CostModel | str = "ling-3.0-tiny",
+    cost: CostModel | str | None = None,
     seed: int = 0,
 ) -> PlantedProblem:
     """Build a problem backwards from a perfect plan, so that the optimum equals the bound.
@@ -969,8 +970,8 @@ def planted(
         About the mean length in tokens, at least 30.
     noise : float
         Standard deviation of the log rank load and the log expert weight of a sample.
-    cost : CostModel or str
-        Cost model or preset name.
+    cost : CostModel or str, optional
+        Cost model or preset name. Default: one class with α = β = L.
     seed : int
 
     Returns
@@ -1060,7 +1061,9 @@ def planted(
         RoutingBatch.from_arrays(lengths.ravel()[order], counts[order], top_k=top_k),
         capacity=capacity,
         cluster=cluster,
-        cost=cost,
+        cost=CostModel((OperatorClass("attention", Fraction(num_layers), Fraction(num_layers)),))
+        if cost is None
+        else cost,
         num_rows=num_rows,
     )
     packing = Packing.from_arrays(cell_of_sample // dp_size, cell_of_sample % dp_size)
