@@ -1,0 +1,233 @@
+"""CP-SAT (Google OR-Tools) as packer, placer and joint planner, exact and lexicographic.
+
+Perron & Didier, CP-SAT (https://developers.google.com/optimization/cp/cp_solver).
+The models are those of :mod:`routepack_opt.solvers.formulation`, the level loop
+that of :mod:`routepack_opt.solvers.levels`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from routepack_opt.errors import Faults, InvalidInputError
+from routepack_opt.plan import Packing, Placement, Plan
+from routepack_opt.problem import Problem
+from routepack_opt.result import Limit
+from routepack_opt.solver import Run, Solver
+from routepack_opt.solvers.formulation import LinearModel, Redundancy, joint_model, packing_model
+from routepack_opt.solvers.levels import Budget, Outcome, place_by_layer, solve_levels
+
+__all__ = ["CpSat"]
+
+#: CP-SAT keeps sums in int64; a constraint must stay well inside.
+_ACTIVITY_LIMIT = 2**62
+#: Deterministic seconds of CP-SAT that one iteration stands for.
+_SECONDS_PER_ITERATION = 1e-3
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class CpSat(Solver):
+    """Exact by CP-SAT: packing, placement, or both at once.
+
+    One iteration is a millisecond of CP-SAT's deterministic time. Under an
+    iteration limit one worker searches, whatever the number of threads, so that
+    the result is reproducible.
+
+    Parameters
+    ----------
+    symmetry, rank_sums, window_loads, attention_averages, area_bounds : bool
+        What the model holds beyond a correct formulation; see
+        :class:`routepack_opt.solvers.formulation.Redundancy`.
+    level_share : float
+        Share of the remaining budget that a level may use, in (0, 1); the last
+        level may use all of it.
+    """
+
+    symmetry: bool = True
+    rank_sums: bool = True
+    window_loads: bool = True
+    attention_averages: bool = True
+    area_bounds: bool = True
+    level_share: float = 0.7
+    name: ClassVar[str] = "cpsat"
+
+    def __post_init__(self) -> None:
+        check_parameters(self, "cpsat")
+
+    def available(self) -> str | None:
+        """Why CP-SAT cannot run here."""
+        return None if importlib.util.find_spec("ortools") else "the package 'ortools' is not installed"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Why the exact integers of ``problem`` do not fit CP-SAT, or nothing."""
+        work = sum(int(problem.attention_work[s].sum()) for s in range(len(problem.cost.attention)))
+        work += int(problem.batch.routed_tokens.sum()) * problem.top_k * problem.num_layers * problem.expert_unit
+        # Largest activities: block (2 x work) and num_shards x level against the total.
+        activity = (problem.num_shards + 1) * work
+        if activity >= _ACTIVITY_LIMIT:
+            return (
+                f"{problem.num_shards + 1} x total work {work} reaches 2^62, the range of CP-SAT's sums; round alpha "
+                "and beta to fewer bits"
+            )
+        return None
+
+    def place(self, problem: Problem, packing: Packing | None, run: Run) -> Placement | None:
+        """Place experts for the window load, or for the blocks of ``packing``."""
+        return place_by_layer(problem, packing, run, _Engine, redundancy_of(self))
+
+    def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
+        """Pack samples for a fixed placement."""
+        if run.stopped() and run.warm_start is None:
+            return None
+        model = packing_model(problem, placement, redundancy_of(self))
+        plan = solve_levels(model, _Engine(model.linear), run, level_share=self.level_share)
+        return None if plan is None else plan.packing
+
+    def plan(self, problem: Problem, run: Run) -> Plan | None:
+        """Choose placement and packing in one model."""
+        if run.stopped() and run.warm_start is None:
+            return None
+        model = joint_model(problem, redundancy_of(self))
+        return solve_levels(model, _Engine(model.linear), run, level_share=self.level_share)
+
+
+def check_parameters(solver: Any, context: str) -> None:
+    """Refuse flags that are no booleans and a share outside (0, 1), all faults at once."""
+    faults = Faults()
+    for name in ("symmetry", "rank_sums", "window_loads", "attention_averages", "area_bounds"):
+        if not isinstance(getattr(solver, name), bool):
+            faults.add(f"{name} is {getattr(solver, name)!r}; it must be True or False")
+    share = solver.level_share
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        faults.add(f"level_share is {share!r}; it must be in (0, 1)")
+    faults.raise_if_any(context)
+
+
+def redundancy_of(solver: Any) -> Redundancy:
+    """The formulation flags of a component."""
+    return Redundancy(
+        symmetry=solver.symmetry,
+        rank_sums=solver.rank_sums,
+        window_loads=solver.window_loads,
+        attention_averages=solver.attention_averages,
+        area_bounds=solver.area_bounds,
+    )
+
+
+class _Engine:
+    """One CP-SAT model of a :class:`LinearModel`."""
+
+    def __init__(self, linear: LinearModel) -> None:
+        from ortools.sat.python import cp_model
+
+        activity = linear.largest_activity
+        if activity >= _ACTIVITY_LIMIT:
+            raise InvalidInputError(
+                f"a constraint can reach {activity}, above 2^62, the range of CP-SAT's sums", context="cpsat"
+            )
+        self._model: Any = cp_model.CpModel()
+        self._variables = [
+            self._model.new_int_var(lower, upper, name)
+            for name, lower, upper in zip(linear.names, linear.lower, linear.upper, strict=True)
+        ]
+        for constraint in linear.constraints:
+            expression = cp_model.LinearExpr.weighted_sum(
+                [self._variables[v] for v in constraint.variables], list(constraint.coefficients)
+            )
+            if constraint.sense == "<=":
+                added = self._model.add(expression <= constraint.right)
+            elif constraint.sense == ">=":
+                added = self._model.add(expression >= constraint.right)
+            else:
+                added = self._model.add(expression == constraint.right)
+            added.with_name(constraint.name)
+
+    @property
+    def model(self) -> Any:
+        """The CpModel."""
+        return self._model
+
+    def tighten(self, variable: int, value: int) -> None:
+        """Add ``variable <= value``."""
+        self._model.add(self._variables[variable] <= value)
+
+    def minimise(
+        self,
+        variable: int,
+        hint: Sequence[int] | None,
+        budget: Budget,
+        run: Run,
+        on_solution: Callable[[Sequence[float]], None],
+        on_bound: Callable[[float], None],
+    ) -> Outcome:
+        """Minimise one variable; the solve runs in a thread of its own so that a stop or Ctrl-C gets through."""
+        from ortools.sat.python import cp_model
+
+        self._model.minimize(self._variables[variable])
+        self._model.clear_hints()
+        if hint is not None:
+            for handle, value in zip(self._variables, hint, strict=True):
+                self._model.add_hint(handle, value)
+        fault = self._model.validate()
+        if fault:
+            raise InvalidInputError(f"CP-SAT refuses the model: {fault}", context="cpsat")
+        solver: Any = cp_model.CpSolver()
+        solver.parameters.random_seed = run.seed % 2**31
+        solver.parameters.num_workers = 1 if budget.iterations is not None else run.num_threads
+        solver.parameters.catch_sigint_signal = False
+        if budget.seconds < float("inf"):
+            solver.parameters.max_time_in_seconds = budget.seconds
+        if budget.iterations is not None:
+            solver.parameters.max_deterministic_time = budget.iterations * _SECONDS_PER_ITERATION
+        solver.best_bound_callback = on_bound
+        variables = self._variables
+        errors: list[BaseException] = []
+
+        class Watch(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
+            def on_solution_callback(self) -> None:
+                try:
+                    on_solution([self.value(handle) for handle in variables])
+                except BaseException as error:
+                    errors.append(error)
+                    self.stop_search()
+
+        status: list[Any] = []
+
+        def work() -> None:
+            try:
+                status.append(solver.solve(self._model, Watch()))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work, name="cpsat", daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(_POLL_SECONDS)
+                run.progress()
+                if run.stopped():
+                    solver.stop_search()
+        except BaseException:
+            while thread.is_alive():
+                solver.stop_search()
+                thread.join(_POLL_SECONDS)
+            raise
+        if errors:
+            raise errors[0]
+        response = solver.response_proto
+        used = float(response.deterministic_time) / _SECONDS_PER_ITERATION
+        if status[0] == cp_model.MODEL_INVALID:
+            raise InvalidInputError("CP-SAT calls the model invalid", context="cpsat")
+        if status[0] == cp_model.INFEASIBLE:
+            return Outcome(None, True, None, used)
+        if status[0] in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            on_solution([solver.value(handle) for handle in variables])
+        limit = run.limit_reached()
+        if limit is None and status[0] != cp_model.OPTIMAL:
+            limit = Limit.TIME if budget.iterations is None or used < budget.iterations * 0.99 else Limit.ITERATIONS
+        return Outcome(int(response.inner_objective_lower_bound), False, limit, used)

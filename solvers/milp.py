@@ -1,0 +1,412 @@
+"""Mixed-integer programming through PuLP as packer, placer and joint planner, lexicographic.
+
+The models are those of :mod:`routepack_opt.solvers.formulation`, with the same
+variables and constraints by the same names in the same order as
+:mod:`routepack_opt.solvers.cpsat`; only the maxima and levels are continuous,
+because a minimum makes them integral by itself.
+
+MIP engines compute in floating point with tolerances. Everything they return
+is rounded to a decision and evaluated in integers, and a bound b counts as
+⌈b − 10⁻⁶ · max(1, |b|)⌉ work units. A level is therefore called optimal only
+where 10⁻⁶ of its value is less than one unit of work; beyond that the level
+stays feasible with the bound the engine supports.
+
+PuLP reports ``Optimal`` when an engine runs out of time. HiGHS is asked for its
+status and dual bound directly, CBC's bound is read off its log, and of other
+engines only a solution status of optimal is believed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from routepack_opt.errors import Faults
+from routepack_opt.highs import silent_highs
+from routepack_opt.plan import Packing, Placement, Plan
+from routepack_opt.problem import Problem
+from routepack_opt.result import Limit
+from routepack_opt.solver import Run, Solver
+from routepack_opt.solvers.formulation import LinearModel, Redundancy, joint_model, packing_model
+from routepack_opt.solvers.levels import Budget, Outcome, place_by_layer, solve_levels
+
+__all__ = ["Milp"]
+
+#: What an engine's objective may be off, relative to max(1, |objective|).
+_TOLERANCE = 1e-6
+#: Variables and rows are scaled by powers of two so that numbers stay below this.
+_LARGEST_NUMBER = 2**20
+_POLL_SECONDS = 0.02
+_FEASIBILITY = re.compile(r"(assign|capacity|filled|equal|shard_order|row_order|slot_order)_")
+
+
+@dataclass(frozen=True)
+class Milp(Solver):
+    """Exact by mixed-integer programming, as far as floating-point tolerances reach.
+
+    One iteration is a branch-and-bound node. A stop takes effect at once with
+    HiGHS; other engines run as separate processes, which are left to their own
+    time limit.
+
+    Parameters
+    ----------
+    engine : str
+        ``"highs"``, ``"cbc"``, or the name of another PuLP solver such as ``"SCIP_CMD"``.
+    relaxation : bool
+        Solve only the linear relaxation: its bound on the first level is
+        claimed, and the warm start (if any) is returned.
+    symmetry, rank_sums, window_loads, attention_averages, area_bounds : bool
+        What the model holds beyond a correct formulation; see
+        :class:`routepack_opt.solvers.formulation.Redundancy`.
+    level_share : float
+        Share of the remaining budget that a level may use, in (0, 1); the last
+        level may use all of it.
+    """
+
+    engine: str = "highs"
+    relaxation: bool = False
+    symmetry: bool = True
+    rank_sums: bool = True
+    window_loads: bool = True
+    attention_averages: bool = True
+    area_bounds: bool = True
+    level_share: float = 0.7
+    name: ClassVar[str] = "milp"
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        if not isinstance(self.engine, str) or not self.engine:
+            faults.add(f"engine is {self.engine!r}; it must be 'highs', 'cbc' or the name of a PuLP solver")
+        for flag in ("relaxation", "symmetry", "rank_sums", "window_loads", "attention_averages", "area_bounds"):
+            if not isinstance(getattr(self, flag), bool):
+                faults.add(f"{flag} is {getattr(self, flag)!r}; it must be True or False")
+        share = self.level_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+            faults.add(f"level_share is {share!r}; it must be in (0, 1)")
+        faults.raise_if_any("milp")
+
+    def available(self) -> str | None:
+        """Why the engine cannot run here."""
+        if not importlib.util.find_spec("pulp"):
+            return "the package 'pulp' is not installed"
+        if self.engine == "highs":
+            return None if importlib.util.find_spec("highspy") else "the package 'highspy' is not installed"
+        import pulp
+
+        names = _engine_names(self.engine)
+        known = pulp.listSolvers()
+        if not any(name in known for name in names):
+            return f"PuLP knows no solver {self.engine!r}; it knows {', '.join(sorted(set(known)))}"
+        available = pulp.listSolvers(onlyAvailable=True)
+        return None if any(name in available for name in names) else f"PuLP cannot find {self.engine!r} here"
+
+    def place(self, problem: Problem, packing: Packing | None, run: Run) -> Placement | None:
+        """Place experts for the window load, or for the blocks of ``packing``."""
+        return place_by_layer(problem, packing, run, self._make_engine, self._redundancy)
+
+    def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
+        """Pack samples for a fixed placement."""
+        if run.stopped() and run.warm_start is None:
+            return None
+        model = packing_model(problem, placement, self._redundancy)
+        plan = solve_levels(model, self._make_engine(model.linear), run, level_share=self.level_share)
+        return None if plan is None else plan.packing
+
+    def plan(self, problem: Problem, run: Run) -> Plan | None:
+        """Choose placement and packing in one model."""
+        if run.stopped() and run.warm_start is None:
+            return None
+        model = joint_model(problem, self._redundancy)
+        return solve_levels(model, self._make_engine(model.linear), run, level_share=self.level_share)
+
+    def _make_engine(self, linear: LinearModel) -> _Engine:
+        return _Engine(linear, self.engine, self.relaxation)
+
+    @property
+    def _redundancy(self) -> Redundancy:
+        return Redundancy(
+            symmetry=self.symmetry,
+            rank_sums=self.rank_sums,
+            window_loads=self.window_loads,
+            attention_averages=self.attention_averages,
+            area_bounds=self.area_bounds,
+        )
+
+
+def _engine_names(engine: str) -> tuple[str, ...]:
+    return {"cbc": ("PULP_CBC_CMD", "COIN_CMD"), "highs": ("HiGHS",)}.get(engine, (engine,))
+
+
+def safe_bound(bound: float, *, extra: float = 0.0) -> int:
+    """Largest integer that a floating-point lower bound supports, tolerance taken off."""
+    return math.ceil(bound - extra - _TOLERANCE * max(1.0, abs(bound)))
+
+
+class _Engine:
+    """One PuLP problem of a :class:`LinearModel`."""
+
+    def __init__(self, linear: LinearModel, engine: str, relaxation: bool) -> None:
+        import pulp
+
+        self._linear = linear
+        self._engine = engine
+        self._relaxation = relaxation
+        self._problem: Any = pulp.LpProblem("routepack", pulp.LpMinimize)
+        # Value of a variable = scale · value in the engine; powers of two, so nothing is rounded.
+        self._scale = [
+            2.0 ** max(0, upper.bit_length() - _LARGEST_NUMBER.bit_length()) if derived else 1.0
+            for upper, derived in zip(linear.upper, linear.derived, strict=True)
+        ]
+        self._variables = [
+            pulp.LpVariable(name, lower / scale, upper / scale, pulp.LpContinuous if derived else pulp.LpInteger)
+            for name, lower, upper, derived, scale in zip(
+                linear.names, linear.lower, linear.upper, linear.derived, self._scale, strict=True
+            )
+        ]
+        self._problem.addVariables(self._variables)
+        senses = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
+        for constraint in linear.constraints:
+            terms = [
+                (self._variables[v], c * self._scale[v])
+                for v, c in zip(constraint.variables, constraint.coefficients, strict=True)
+            ]
+            largest = max((abs(c) for _, c in terms), default=1.0)
+            divisor = 2.0 ** max(0, math.frexp(largest)[1] - _LARGEST_NUMBER.bit_length())
+            expression = pulp.LpAffineExpression([(variable, c / divisor) for variable, c in terms])
+            self._problem.addConstraint(
+                pulp.LpConstraint(expression, senses[constraint.sense], constraint.name, constraint.right / divisor)
+            )
+
+    @property
+    def model(self) -> Any:
+        """The LpProblem."""
+        return self._problem
+
+    def tighten(self, variable: int, value: int) -> None:
+        """Lower the upper bound of a variable."""
+        self._variables[variable].upBound = value / self._scale[variable]
+
+    def minimise(
+        self,
+        variable: int,
+        hint: Sequence[int] | None,
+        budget: Budget,
+        run: Run,
+        on_solution: Callable[[Sequence[float]], None],
+        on_bound: Callable[[float], None],
+    ) -> Outcome:
+        """Minimise one variable."""
+        import pulp
+
+        self._problem.setObjective(pulp.LpAffineExpression([(self._variables[variable], 1.0)]))
+        solve = self._with_highs if self._engine == "highs" else self._with_process
+        outcome = solve(variable, hint, budget, run, on_solution, on_bound)
+        if outcome.infeasible and hint is None and not self._assignment_infeasible(budget, run):
+            # Floating point may have lost a tight cost row; only the cells themselves prove infeasibility.
+            return Outcome(None, False, Limit.EXHAUSTED)
+        return outcome
+
+    def _assignment_infeasible(self, budget: Budget, run: Run) -> bool:
+        """Whether the engine refutes the assignment constraints alone, whose coefficients are small integers."""
+        cells = LinearModel(
+            self._linear.names,
+            self._linear.lower,
+            self._linear.upper,
+            self._linear.derived,
+            [constraint for constraint in self._linear.constraints if _FEASIBILITY.match(constraint.name)],
+        )
+        engine = _Engine(cells, self._engine, False)
+        solve = engine._with_highs if self._engine == "highs" else engine._with_process
+        import pulp
+
+        engine._problem.setObjective(pulp.LpAffineExpression([(engine._variables[0], 1.0)]))
+        return solve(0, None, budget, run, lambda _: None, lambda _: None).infeasible
+
+    def _values(self, raw: Sequence[float | None]) -> list[float]:
+        return [(value or 0.0) * scale for value, scale in zip(raw, self._scale, strict=True)]
+
+    def _with_highs(
+        self,
+        variable: int,
+        hint: Sequence[int] | None,
+        budget: Budget,
+        run: Run,
+        on_solution: Callable[[Sequence[float]], None],
+        on_bound: Callable[[float], None],
+    ) -> Outcome:
+        import highspy
+        import pulp
+
+        silent_highs()  # PuLP builds the solver itself; the banner is out of the way now
+        interface = pulp.HiGHS(
+            msg=False,
+            mip=not self._relaxation,
+            threads=run.num_threads,
+            gapRel=0.0,
+            gapAbs=1e-9,
+            timeLimit=budget.seconds if budget.seconds < math.inf else None,
+            random_seed=run.seed % 2**31,
+            primal_feasibility_tolerance=1e-9,
+            dual_feasibility_tolerance=1e-9,
+            mip_feasibility_tolerance=1e-9,
+        )
+        if budget.iterations is not None:
+            interface.optionsDict["mip_max_nodes"] = max(1, int(budget.iterations))
+        interface.createAndConfigureSolver(self._problem)
+        interface.buildSolverModel(self._problem)
+        solver: Any = self._problem.solverModel
+        column = [handle.index for handle in self._variables]
+        scale = self._scale[variable]
+        if hint is not None:
+            solution = highspy.HighsSolution()
+            values = [0.0] * len(column)
+            for position, value, divisor in zip(column, hint, self._scale, strict=True):
+                values[position] = value / divisor
+            solution.col_value = values
+            solver.setSolution(solution)
+        errors: list[BaseException] = []
+
+        def improving(event: Any) -> None:
+            try:
+                found = event.data_out.mip_solution
+                on_solution(self._values([found[position] for position in column]))
+            except BaseException as error:
+                errors.append(error)
+
+        last = [-math.inf]
+
+        def logged(event: Any) -> None:
+            bound = float(event.data_out.mip_dual_bound)
+            if math.isfinite(bound) and bound > last[0]:
+                last[0] = bound
+                on_bound(bound * scale)
+
+        if not self._relaxation:
+            solver.cbMipImprovingSolution += improving
+            solver.cbMipLogging += logged
+        solver.HandleUserInterrupt = True
+        _in_thread(solver.run, run, solver.cancelSolve)
+        if errors:
+            raise errors[0]
+        status = solver.getModelStatus()
+        info = solver.getInfo()
+        optimal = status == highspy.HighsModelStatus.kOptimal
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            return Outcome(None, True, None)
+        if self._relaxation:
+            limit = run.limit_reached() or (Limit.EXHAUSTED if optimal else Limit.TIME)
+            return Outcome(safe_bound(info.objective_function_value * scale) if optimal else None, False, limit)
+        nodes = max(float(info.mip_node_count), 0.0)
+        found = solver.getSolution()
+        if found.value_valid:
+            on_solution(self._values([found.col_value[position] for position in column]))
+        bound = float(info.mip_dual_bound)
+        limit = None
+        if not optimal:
+            limit = run.limit_reached() or (
+                Limit.ITERATIONS if status == highspy.HighsModelStatus.kSolutionLimit else Limit.TIME
+            )
+        return Outcome(safe_bound(bound * scale) if math.isfinite(bound) else None, False, limit, nodes)
+
+    def _with_process(
+        self,
+        variable: int,
+        hint: Sequence[int] | None,
+        budget: Budget,
+        run: Run,
+        on_solution: Callable[[Sequence[float]], None],
+        on_bound: Callable[[float], None],
+    ) -> Outcome:
+        import pulp
+
+        scale = self._scale[variable]
+        available = pulp.listSolvers(onlyAvailable=True)
+        name = next(name for name in _engine_names(self._engine) if name in available)
+        options: dict[str, Any] = {"msg": False, "mip": not self._relaxation}
+        if budget.seconds < math.inf:
+            options["timeLimit"] = max(budget.seconds, 0.01)
+        is_cbc = self._engine == "cbc"
+        if is_cbc:
+            options["threads"] = run.num_threads
+            options["gapRel"] = options["gapAbs"] = 0.0
+            options["options"] = ["primalTolerance 1e-9", f"randomCbcSeed {run.seed % 2**31}"]
+            if budget.iterations is not None:
+                options["maxNodes"] = max(1, int(budget.iterations))
+            if hint is not None:
+                options["warmStart"] = True
+                for handle, value, divisor in zip(self._variables, hint, self._scale, strict=True):
+                    handle.setInitialValue(value / divisor)
+        with tempfile.TemporaryDirectory(prefix="routepack-") as folder:
+            log = Path(folder) / "engine.log"
+            if is_cbc:
+                options["logPath"] = str(log)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                interface = pulp.getSolver(name, **options)
+            problem = self._problem
+            finished = _in_thread(lambda: problem.solve(interface), run, None)
+            text = log.read_text(errors="replace") if is_cbc and log.exists() else ""
+        if not finished:
+            return Outcome(None, False, run.limit_reached() or Limit.TIME)
+        if problem.status == pulp.LpStatusInfeasible or problem.sol_status == pulp.LpSolutionInfeasible:
+            return Outcome(None, True, None)
+        solved = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+        optimal = problem.sol_status == pulp.LpSolutionOptimal and "Stopped on" not in text
+        objective = self._variables[variable].varValue
+        if solved and not self._relaxation:
+            on_solution(self._values([handle.varValue for handle in self._variables]))
+        bound: int | None = None
+        if optimal and objective is not None:
+            bound = safe_bound(objective * scale)
+        else:
+            stated = re.search(r"^Lower bound:\s+(\S+)", text, re.MULTILINE)
+            if stated:
+                bound = safe_bound(float(stated[1]) * scale, extra=1e-3 * scale)
+        limit = None
+        if self._relaxation:
+            limit = run.limit_reached() or (Limit.EXHAUSTED if optimal else Limit.TIME)
+        elif not optimal:
+            limit = run.limit_reached() or (Limit.ITERATIONS if "Stopped on node limit" in text else Limit.TIME)
+        nodes = re.search(r"^Enumerated nodes:\s+(\d+)", text, re.MULTILINE)
+        if bound is not None:
+            on_bound(float(bound))
+        return Outcome(bound, False, limit, float(nodes[1]) if nodes else 0.0)
+
+
+def _in_thread(work: Callable[[], Any], run: Run, cancel: Callable[[], None] | None) -> bool:
+    """Run an engine in a thread of its own and poll for a stop; whether it finished."""
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded, name="milp", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            run.progress()
+            if run.stopped() and thread.is_alive():
+                if cancel is not None:
+                    cancel()
+                elif run.limit_reached() is Limit.INTERRUPTED:
+                    return False
+    except BaseException:
+        while cancel is not None and thread.is_alive():
+            cancel()
+            thread.join(_POLL_SECONDS)
+        raise
+    if errors:
+        raise errors[0]
+    return True
