@@ -245,8 +245,8 @@ def compare(
         _emit(
             {
                 "problem": loaded.fingerprint,
-                "bound": runs.bound,
-                "bound_method": runs.bound_method,
+                "bound": runs.bound.value,
+                "bound_method": runs.bound.method,
                 "unit_denominator": loaded.unit_denominator,
                 "runs": [result.to_dict() | {"gap": runs.gap(result)} for result in runs],
                 "figure": saved,
@@ -254,7 +254,7 @@ def compare(
         )
         return
     out.print(escape(repr(loaded)))
-    _print_frame(runs.formatted(), f"work in units of J; gap to {runs.bound_method}")
+    _print_frame(runs.formatted(), f"work in units of J; gap to {runs.bound.scope} bound by {runs.bound.method}")
     if saved:
         out.print(f"figure written to {escape(saved)}")
 
@@ -291,7 +291,7 @@ def bound(
 
     loaded = _load(problem, prove_rows)
     placement = None if plan is None else Plan.load(plan, loaded).placement
-    found = bounds.bounds(loaded, placement)
+    found = bounds.problem_bounds(loaded, placement)
     if as_json:
         _emit(
             {

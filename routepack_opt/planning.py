@@ -605,16 +605,13 @@ class Runs:
     problem : Problem
     results : tuple of Result
         In the order planners and seeds were given.
-    bound : int or None
-        Best proven any-placement bound on the first level, work units.
-    bound_method : str
-        What proves it.
+    bound : Bound
+        Best proven any-placement bound on the first level.
     """
 
     problem: Problem
     results: tuple[Result, ...]
-    bound: int | None
-    bound_method: str
+    bound: bounds.Bound
     _frames: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -650,10 +647,8 @@ class Runs:
         return best
 
     def gap(self, result: Result) -> float | None:
-        """Relative gap of a result's first level to :attr:`bound`; None if either is unknown."""
-        if result.score is None:
-            return None
-        return bounds.gap(result.score.max_shard_work, self.bound)
+        """Relative gap of a result's first level to :attr:`bound`; None without a plan."""
+        return bounds.gap(result.score, self.bound)
 
     def to_frame(self) -> pd.DataFrame:
         """One row a run: planner, seed, status, limit, levels in units of J, gap, metrics, seconds."""
@@ -729,11 +724,11 @@ class Runs:
         return table
 
     def __repr__(self) -> str:
-        head = f"{self.problem!r}\nbound: {self.bound_method}"
+        head = f"{self.problem!r}\nbound on {self.bound.level}: {self.problem.units(self.bound.value):,.3f} J, {self.bound.scope}, by {self.bound.method}"
         return f"{head}\n{self.formatted().to_string(index=False)}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{self.problem!r}<br>bound: {self.bound_method}</p>{self.formatted().to_html(index=False)}"
+        return f"<p>{self.problem!r}<br>bound on {self.bound.level}: {self.problem.units(self.bound.value):,.3f} J, {self.bound.scope}, by {self.bound.method}</p>{self.formatted().to_html(index=False)}"
 
 
 def _best(results: list[Result]) -> Result:
@@ -819,4 +814,4 @@ def compare(
         if results[-1].limit is Limit.INTERRUPTED:
             break
     best = bounds.best_bound(problem, LEVELS[0])
-    return Runs(problem, tuple(results), None if best is None else best.value, "" if best is None else repr(best))
+    return Runs(problem, tuple(results), best)
