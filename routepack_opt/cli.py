@@ -273,8 +273,9 @@ def _check_figure(path: Path) -> None:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Save a Matplotlib figure atomically."""
-    with files.atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=200)
+    from routepack_opt import plot as figures
+
+    figures.save(figure, path)
 
 
 @app.command()
