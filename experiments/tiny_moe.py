@@ -24,11 +24,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from routepack_opt.materialization import Family, TensorPattern
+
 END_OF_SAMPLE = 0
 """Byte that ends a sample; text never contains it."""
 
 PADDING_SEGMENT = -1
 """Segment id of padding positions of a packed row."""
+
+
+EXPERT_STATE = Family(
+    "tiny-moe",
+    (
+        TensorPattern(r"layers\.(?P<layer>\d+)\.mlp\.experts\.(?:gate_up|down)_proj(?:_bias)?", "expert"),
+        TensorPattern(r"layers\.(?P<layer>\d+)\.mlp\.router\.weight", "router"),
+        TensorPattern(
+            r"layers\.(?P<layer>\d+)\.mlp\.router\.(?:bias|score_correction_bias|tokens_per_expert)", "per_expert"
+        ),
+    ),
+)
+"""Where `TinyMoE` keeps what has to move with its experts."""
 
 
 @dataclass(frozen=True)
