@@ -832,6 +832,19 @@ class _Reader:
             # -1 must not look like a valid id once the array is viewed as unsigned.
             wider = np.int16 if ids.dtype.itemsize == 1 else np.int32 if ids.dtype.itemsize == 2 else np.int64
             ids = ids.astype(wider)
+        if ids.dtype.itemsize == 8:
+            # 64-bit ids share the compiled 32-bit kernel; ids beyond it are out of range for any E.
+            beyond = (
+                np.argwhere((ids < -(2**31)) | (ids >= 2**31)) if ids.dtype.kind == "i" else np.argwhere(ids >= 2**31)
+            )
+            if len(beyond):
+                row, layer, _ = beyond[0].tolist()
+                raise InvalidInputError(
+                    f"row {row} of all, layer {layer}: id {ids[tuple(beyond[0])]} is outside the experts "
+                    f"0..{self.num_experts - 1}",
+                    context="routed ids",
+                )
+            ids = ids.astype(np.int32)
         if not ids.dtype.isnative:
             ids = ids.astype(ids.dtype.newbyteorder("="))
         first_column = 0
