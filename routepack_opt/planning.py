@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routepack_opt import bounds, metrics, registry
+from routepack_opt import bounds, metrics, migration, registry
 from routepack_opt import score as scoring
 from routepack_opt.errors import Faults, InvalidInputError, SolverClaimError, refuse_unknown
 from routepack_opt.plan import Packing, Placement, Plan, placement_faults
@@ -77,7 +77,8 @@ def solve(
     warm_start : Plan, optional
         A feasible plan of this problem; the result is never worse.
     previous : Placement, optional
-        Where the experts are now: ranks are relabelled so that few experts move.
+        Where the experts are now: ranks and slots are relabelled, at no cost in the
+        score, so that the fewest experts move (:mod:`routepack_opt.migration`).
     stop : callable or object with ``is_set()``, optional
         Asked often; True ends the run with its best plan, limit INTERRUPTED.
     on_progress : callable, optional
@@ -222,6 +223,8 @@ def place(
         found = placement_faults(problem, placement)
         if found:
             raise SolverClaimError(f"{name} returned a placement that does not fit: {'; '.join(found)}")
+        if previous is not None:
+            placement = migration.relabel(placement, previous)
         if packing is None:
             value = int(bounds.aggregate_load(problem, placement).max(axis=1).sum()) * problem.expert_unit
         else:
@@ -491,6 +494,11 @@ def _conclude(
         if proved and score < returned:
             raise SolverClaimError(f"{name} claims optimality of {returned.levels}, but {score.levels} is known")
     run.claims = list(claims)
+    plan = best
+    if plan is not None and run.previous_placement is not None and problem.num_layers:
+        # Labels of ranks and slots inside a rank cost nothing, so they are chosen for the fewest moves.
+        plan = Plan.of(problem, migration.relabel(plan.placement, run.previous_placement), plan.packing)
+        score = scoring.evaluate(problem, plan)
     levels = _levels(LEVELS, values, run)
     status, limit = _overall(levels)
     if proof:
@@ -501,8 +509,8 @@ def _conclude(
         limit=limit,
         scope=scope,
         levels=levels,
-        plan=best,
-        placement=None if best is None else best.placement,
+        plan=plan,
+        placement=None if plan is None else plan.placement,
         score=score,
         trace=run.trace(),
         planner=name,

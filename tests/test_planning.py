@@ -305,3 +305,13 @@ def test_compare_checks_everything_first() -> None:
     assert len(caught.value.faults) == 3
     with pytest.raises(InvalidInputError, match="no planner"):
         planning.compare(problem(), [])
+
+
+def test_previous_placement_costs_nothing_and_saves_moves() -> None:
+    found = problem()
+    shuffled = Placement.from_slots([[2, 3, 0, 1], [3, 2, 1, 0]], ep_size=2)
+    plain = planning.solve(found, (Scripted(), Scripted()))
+    kept = planning.solve(found, (Scripted(), Scripted()), previous=shuffled)
+    assert kept.placement == shuffled  # contiguous up to labels, so nothing moves
+    assert kept.score == plain.score
+    assert planning.place(found, Scripted(), previous=shuffled).placement == shuffled
