@@ -181,6 +181,7 @@ class _Record:
         self.interrupted = False
         self.infeasible = ""
         self.explanation = ""
+        self.limit: Limit | None = None
         self.notified = 0.0
 
 
@@ -260,10 +261,10 @@ class Run:
         return time.perf_counter() >= self._deadline
 
     def limit_reached(self) -> Limit | None:
-        """TIME or INTERRUPTED if that is why :meth:`stopped` is true, else None."""
+        """INTERRUPTED or TIME if that is why :meth:`stopped` is true, else what :meth:`note_limit` said."""
         if self._record.interrupted:
             return Limit.INTERRUPTED
-        return Limit.TIME if time.perf_counter() >= self._deadline else None
+        return Limit.TIME if time.perf_counter() >= self._deadline else self._record.limit
 
     def progress(self, fraction: float | None = None) -> None:
         """Tell the caller how far the run is; cheap, at most ten calls a second get through."""
@@ -383,6 +384,10 @@ class Run:
     def explain(self, reason: str) -> None:
         """Say why nothing (better) was found: no proof, only a reason for the person who reads the result."""
         self._record.explanation = reason
+
+    def note_limit(self, limit: Limit) -> None:
+        """Say which budget shaped the search, where the component itself kept to it (annealing schedules do)."""
+        self._record.limit = limit
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ from routepack_opt.errors import Faults
 from routepack_opt.moves import BlockLoads, MoveTables
 from routepack_opt.plan import Packing, Placement
 from routepack_opt.problem import WORK_LIMIT, Problem
+from routepack_opt.result import Limit
 from routepack_opt.solver import Run, Solver
 from routepack_opt.solvers.seeds import EdpAwarePair, Ffd, RandomizedBestFit, WindowShuffle
 
@@ -437,6 +438,10 @@ class _Population:
                 speed = (self.proposals - before) / elapsed
             self._report()
             self.run.progress((level + 1) / len(temperatures))
+        if self.limit is not None and self.proposals >= self.limit:
+            self.run.note_limit(Limit.ITERATIONS)
+        elif self.run.time_left() < math.inf and options.moves_per_level is None:
+            self.run.note_limit(Limit.TIME)
         self._report(force=True)
 
     def _resample(self, inverse_step: float) -> None:
