@@ -34,18 +34,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from routepack_opt.planning import Runs
+    from routepack_opt.simulation import Schedule, Sensitivity, Timeline
 
 __all__ = [
     "COLUMN_WIDTH",
     "PAGE_WIDTH",
+    "admission",
     "comparison",
     "convergence",
     "forest",
     "frontier",
+    "gantt",
     "pareto",
     "performance_profile",
     "rank_load",
     "save",
+    "sensitivity",
     "shard_rows",
     "style",
 ]
@@ -83,6 +87,9 @@ _RC: dict[str, Any] = {
     "ps.fonttype": 42,
     "svg.hashsalt": "routepack",
 }
+
+#: Keeps a label legible over lines.
+_WHITE: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -427,7 +434,7 @@ def shard_rows(
                 text += f" ({_signed(100 * (score / first_score - 1))} %)"
             ax.annotate(
                 text, (start, y), (4, 0), textcoords="offset points", va="center", fontsize=7,
-                weight="bold" if worst else "normal", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+                weight="bold" if worst else "normal", bbox=_WHITE,
                 zorder=4,
             )  # fmt: skip
             ticks.append(y)
@@ -598,6 +605,181 @@ def _end_labels(ax: Axes, finals: Sequence[tuple[float, str, str]]) -> None:
             text, (1.0, place), (3, 0), xycoords="axes fraction", textcoords="offset points", va="center",
             fontsize=7, color=color, annotation_clip=False,
         )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- modelled time
+
+
+@_styled
+def gantt(timeline: Timeline, *, ax: Axes | None = None) -> Axes:
+    """One modelled step, a line a device: attention, expert work, and where devices wait.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        From :func:`routepack_opt.simulation.simulate`.
+    ax : Axes, optional
+
+    Returns
+    -------
+    Axes
+        White gaps between grey waiting are the rows' ends; time that no plan
+        changes is hatched at the end.
+    """
+    from matplotlib.patches import Patch
+
+    num_rows, num_shards, num_devices = timeline.num_rows, timeline.num_shards, timeline.num_devices
+    lanes = num_shards * (num_devices + 1) - 1
+    ax = _axes(ax, 0.75 + min(3.2, max(0.9, 0.085 * lanes)))
+    gap = 0.004 * timeline.step_time
+    handles: list[Any] = [
+        Patch(color=ATTENTION_COLOR, label="attention"),
+        Patch(color=EXPERT_COLOR, label="expert"),
+        Patch(color="0.86", label="waiting"),
+    ]
+    for g in range(num_shards):
+        top = g * (num_devices + 1)
+        y = top + np.arange(num_devices)
+        for r in range(num_rows):
+            start, split, end = timeline.start[r, g], timeline.attention_end[r, g], timeline.end[r, g]
+            ax.barh(y, max(0.0, end - start - gap), left=start, height=0.86, color="0.86", linewidth=0)
+            ax.barh(y, timeline.attention_busy[r, g], left=start, height=0.86, color=ATTENTION_COLOR, linewidth=0)
+            ax.barh(y, timeline.expert_busy[r, g], left=split, height=0.86, color=EXPERT_COLOR, linewidth=0)
+        if timeline.bubble[g] > 0:
+            ax.barh(
+                y, timeline.bubble[g], left=timeline.end[:, g].max(), height=0.86, color="white", edgecolor="0.6",
+                hatch="....", linewidth=0,
+            )  # fmt: skip
+    if timeline.bubble.max() > 0:
+        handles.append(Patch(facecolor="white", edgecolor="0.6", hatch="....", label="pipeline bubble"))
+    if timeline.fixed_seconds > 0:
+        begin = timeline.step_time - timeline.fixed_seconds
+        ax.barh(
+            (lanes - 1) / 2, timeline.fixed_seconds, left=begin, height=lanes - 0.14, color="white", edgecolor="0.6",
+            hatch="////", linewidth=0,
+        )  # fmt: skip
+        handles.append(Patch(facecolor="white", edgecolor="0.6", hatch="////", label="unchanged by plans"))
+    ax.axvline(timeline.step_time, color="black", linewidth=0.8)
+    ax.set_yticks(
+        [g * (num_devices + 1) + (num_devices - 1) / 2 for g in range(num_shards)],
+        [f"shard {g}" for g in range(num_shards)],
+    )
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.set_ylim(lanes - 0.4, -0.6)
+    ax.set_xlim(0, timeline.step_time * 1.01)
+    approximate = ", pipeline approximated" if timeline.approximate else ""
+    busy = f"{100 * timeline.busy_share:.1f} % busy"
+    ax.set_xlabel(f"modelled seconds (step {timeline.step_time:.4g}, {busy}{approximate})")
+    _legend_above(ax, handles, handle_em=1.6)
+    return ax
+
+
+@_styled
+def admission(schedule: Schedule, *, ax: Axes | None = None) -> Axes:
+    """Admission of a planned step: tasks in time, the critical path dark, slack as a thin line.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        From ``Stages(...).schedule()`` or ``JointStages(...).schedule()``.
+    ax : Axes, optional
+
+    Returns
+    -------
+    Axes
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    ax = _axes(ax, 0.75 + 0.2 * len(schedule.tasks))
+    reach = max(schedule.total, max(task.end + task.slack for task in schedule.tasks))
+    for k, task in enumerate(schedule.tasks):
+        critical = task.name in schedule.critical_path
+        ax.barh(
+            k, task.end - task.start, left=task.start, height=0.62, color=COLORS[0] if critical else "0.75", linewidth=0
+        )
+        if task.slack > 1e-9 * max(1.0, schedule.total):
+            ax.plot([task.end, task.end + task.slack], [k, k], color="0.55", linewidth=1.0, marker="|", markevery=[1])
+        ax.annotate(
+            f"{task.end - task.start:.3g} s", (task.end + task.slack, k), (3, 0), textcoords="offset points",
+            va="center", fontsize=7, bbox=_WHITE, zorder=4,
+        )  # fmt: skip
+    ax.axvline(schedule.total, color="black", linewidth=0.8, linestyle=(0, (3, 2)))
+    ax.set_yticks(range(len(schedule.tasks)), [task.name for task in schedule.tasks])
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.set_ylim(len(schedule.tasks) - 0.4, -0.6)
+    ax.set_xlim(0, reach * 1.14)
+    ax.set_xlabel(f"seconds (admitted after {schedule.total:.3g}, planning exposed {schedule.exposed:.3g})")
+    handles: list[Any] = [
+        Patch(color=COLORS[0], label="critical path"),
+        Patch(color="0.75", label="beside it"),
+        Line2D([], [], color="0.55", linewidth=1.0, label="slack"),
+    ]
+    _legend_above(ax, handles, handle_em=1.6)
+    return ax
+
+
+@_styled
+def sensitivity(
+    result: Sensitivity | Mapping[str, Sensitivity], *, measured: float | None = None, ax: Axes | None = None
+) -> Axes:
+    """Time until admission against the duration of one stage.
+
+    Parameters
+    ----------
+    result : Sensitivity, or mapping of label to Sensitivity
+        From :func:`routepack_opt.simulation.sensitivity`; several of the same stage.
+    measured : float, optional
+        Measured duration of the stage, seconds, marked by a vertical line.
+    ax : Axes, optional
+
+    Returns
+    -------
+    Axes
+        Flat while planning hides behind other work; a dot marks where it begins
+        to delay admission.
+
+    Raises
+    ------
+    InvalidInputError
+        If the results vary different stages.
+    """
+    named = dict(result) if isinstance(result, Mapping) else {"": result}
+    stages = list(dict.fromkeys(one.stage for one in named.values()))
+    if len(stages) != 1:
+        raise InvalidInputError(f"the results vary {', '.join(stages) or 'nothing'}; one stage is needed")
+    ax = _axes(ax, 2.0)
+    for k, (label, one) in enumerate(named.items()):
+        order = np.argsort(one.seconds, kind="stable")
+        seconds, total, slack = one.seconds[order], one.total[order], one.slack[order]
+        hidden = total - one.exposed[order]
+        knots = []
+        for j in np.flatnonzero((slack[:-1] >= 0) & (slack[1:] < 0)):
+            at = float(seconds[j] + slack[j] / (slack[j] - slack[j + 1]) * (seconds[j + 1] - seconds[j]))
+            knots.append((at, float(np.interp(at, seconds, hidden))))
+        xs, ys = np.array([*zip(seconds, total, strict=True), *knots]).T
+        along = np.argsort(xs, kind="stable")
+        ax.plot(xs[along], ys[along], label=_short(label, 40), **_look(k))
+        for at, level in knots:
+            ax.plot(at, level, "o", color=COLORS[k % len(COLORS)])
+            ax.annotate(
+                f"exposed from {at:.3g} s", (at, level), (-3, 6), textcoords="offset points", ha="right", va="bottom",
+                fontsize=7, bbox=_WHITE, zorder=4,
+            )  # fmt: skip
+    if measured is not None:
+        ax.axvline(measured, color="black", linewidth=0.8, linestyle=(0, (3, 2)))
+        ax.annotate(
+            f"measured {measured:.3g} s", (measured, 0.98), (3, 0), xycoords=("data", "axes fraction"),
+            textcoords="offset points", fontsize=7, va="top",
+        )  # fmt: skip
+    _light_grid(ax, "both")
+    ax.set_xlabel(f"{stages[0]} (s)")
+    ax.set_ylabel("time until admission (s)")
+    if any(named):
+        _legend_above(ax)
+    return ax
 
 
 # -------------------------------------------------------------------------------------------------- studies

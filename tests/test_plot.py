@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
-from routepack_opt import bounds, planning, plot
+from routepack_opt import bounds, planning, plot, simulation
 from routepack_opt.errors import InvalidInputError
 from routepack_opt.metrics import measure
 from routepack_opt.plan import Packing, Placement, Plan
@@ -244,6 +244,50 @@ def test_convergence_refuses_what_has_no_gap(problem: Problem, plan: Plan) -> No
         plot.convergence(result(problem, plan), bound=0)
     with pytest.raises(InvalidInputError, match="no result has an incumbent"):
         plot.convergence([result(problem, None)])
+
+
+# --------------------------------------------------------------------------------------------- modelled time
+
+
+def test_gantt_shows_busy_and_waiting_time_of_every_device(problem: Problem, plan: Plan) -> None:
+    trainer = simulation.Trainer(seconds_per_unit=0.5, fixed_seconds=0.2)
+    timeline = simulation.simulate(problem, plan, trainer)
+    ax = plot.gantt(timeline)
+    wide = {
+        color: sum(patch.get_width() for patch in ax.patches if to_rgb(patch.get_facecolor()[:3]) == to_rgb(color))
+        for color in (plot.ATTENTION_COLOR, plot.EXPERT_COLOR)
+    }
+    assert wide[plot.ATTENTION_COLOR] == pytest.approx(timeline.attention_busy.sum())
+    assert wide[plot.EXPERT_COLOR] == pytest.approx(timeline.expert_busy.sum())
+    assert any(patch.get_hatch() == "////" and patch.get_width() == pytest.approx(0.2) for patch in ax.patches)
+    assert ax.lines[0].get_xdata()[0] == pytest.approx(timeline.step_time)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["shard 0", "shard 1"]
+    assert f"{100 * timeline.busy_share:.1f} % busy" in ax.get_xlabel()
+
+
+def test_admission_marks_the_critical_path() -> None:
+    schedule = simulation.Stages(placement=0.1, packing=2.0, auxiliary=1.5, actor=1.0, admission=0.2).schedule()
+    ax = plot.admission(schedule)
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    dark = {
+        names[round(patch.get_y() + patch.get_height() / 2)]
+        for patch in ax.patches
+        if to_rgb(patch.get_facecolor()[:3]) == to_rgb(plot.COLORS[0])
+    }
+    assert dark == set(schedule.critical_path)
+    assert ax.lines[-1].get_xdata()[0] == schedule.total == pytest.approx(2.7)
+
+
+def test_sensitivity_marks_where_packing_begins_to_delay() -> None:
+    stages = simulation.Stages(placement=0.1, packing=1.0, auxiliary=1.5, actor=1.0, admission=0.2)
+    varied = simulation.sensitivity(stages, "packing", np.linspace(0, 4, 9))
+    ax = plot.sensitivity(varied, measured=1.0)
+    np.testing.assert_allclose(np.interp(varied.seconds, *ax.lines[0].get_data()), varied.total)
+    # max(T_LPT, T_aux) + T_actor - T_LPT = 2.4 s
+    assert ax.lines[1].get_xdata()[0] == pytest.approx(2.4)
+    assert "exposed from 2.4 s" in texts(ax)
+    with pytest.raises(InvalidInputError, match="vary packing, actor"):
+        plot.sensitivity({"a": varied, "b": simulation.sensitivity(stages, "actor", [1.0])})
 
 
 # -------------------------------------------------------------------------------------------------- studies
