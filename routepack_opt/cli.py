@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -30,8 +31,8 @@ app = typer.Typer(
 study_app = typer.Typer(help="Designed comparisons: problems x planners x parameters x seeds.", no_args_is_help=True)
 app.add_typer(study_app, name="study")
 
-out = Console()
-err = Console(stderr=True)
+out = Console(width=None if sys.stdout.isatty() else 120)
+err = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 
 TRACE = "trace"
 DEFAULT_PLANNERS = ["contiguous+ffd", "lpt+ffd", "lpt+length_annealing", "lpt+annealing"]
@@ -93,10 +94,10 @@ def _emit(value: dict[str, Any]) -> None:
 
 
 def _print_frame(frame: Any, title: str) -> None:
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in frame.columns:
-        numeric = column not in ("planner", "status", "name", "roles", "parameters", "summary", "method", "scope")
-        table.add_column(str(column), justify="right" if numeric else "left", overflow="fold")
+        numeric = column not in ("planner", "status")
+        table.add_column(str(column), justify="right" if numeric else "left", no_wrap=True)
     for row in frame.itertuples(index=False):
         table.add_row(*(escape(str(value)) for value in row))
     out.print(table)

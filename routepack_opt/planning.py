@@ -711,18 +711,18 @@ class Runs:
                 }
                 if self.problem.num_layers:
                     row |= {
-                        "window CV %": 100 * solved["global_cv"].median(),
+                        "CV %": 100 * solved["global_cv"].median(),
                         "row CV %": 100 * solved["row_cv"].median(),
                         "EP peak %": 100 * (peak / first_peak - 1) if first_peak else None,
                     }
-            row["seconds"] = part["runtime"].median()
+            row["s"] = part["runtime"].median()
             rows.append(row)
         return pd.DataFrame(rows)
 
     def formatted(self) -> pd.DataFrame:
         """:meth:`table` with numbers as text, as it is printed."""
         table = self.table()
-        digits = {"gap %": 2, "window CV %": 2, "row CV %": 2, "EP peak %": 2, "seconds": 2}
+        digits = {"gap %": 2, "CV %": 2, "row CV %": 2, "EP peak %": 2, "s": 2}
         for column in table.columns:
             if column not in ("planner", "status"):
                 places = digits.get(column, 3)
