@@ -30,15 +30,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tqdm.auto import tqdm
 
 from routepack_opt import files, metrics, planning
-from routepack_opt.batch import RoutingBatch
 from routepack_opt.cost import CostModel, OperatorClass, rational
 from routepack_opt.plan import Placement, Plan
 from routepack_opt.problem import Cluster, Problem
 from routepack_opt.score import evaluate
+from routepack_opt.study import staleness
 from routepack_opt.synthetic import families, family, stress
 
 SCHEMA = "routepack-staleness/1"
@@ -46,8 +45,6 @@ LAGS = (1, 2, 4)
 MISSING = (0.1, 0.25, 0.5, 1.0)
 #: First step that every lag can look back from.
 FIRST = max(LAGS)
-
-IntArray = npt.NDArray[np.int64]
 
 
 def draw(name: str, step: int) -> Problem:
@@ -61,34 +58,6 @@ def draw(name: str, step: int) -> Problem:
     )
     cluster = Cluster.from_sizes(ep_size=8, dp_size=8)
     return Problem.from_batch(batch, capacity=8192, cluster=cluster, cost=CostModel(classes))
-
-
-def believed_counts(problem: Problem, missing: npt.NDArray[np.bool_], prior: npt.NDArray[np.float64]) -> IntArray:
-    """Counts [N, L, E] in which missing samples route like ``prior`` [L, E] (visits a token, summing to K).
-
-    Floors, then the largest remainders: every layer of a sample sums to K · M_i.
-    """
-    counts = problem.counts.astype(np.int64)
-    for i in np.flatnonzero(missing):
-        tokens = int(problem.batch.routed_tokens[i])
-        wanted = prior * tokens
-        believed = np.minimum(np.floor(wanted).astype(np.int64), tokens)
-        for layer in range(problem.num_layers):
-            left = problem.top_k * tokens - int(believed[layer].sum())
-            order = np.argsort(believed[layer] - wanted[layer], kind="stable")
-            while left > 0:
-                room = order[believed[layer][order] < tokens][:left]
-                believed[layer][room] += 1
-                left -= len(room)
-        counts[i] = believed
-    return counts
-
-
-def visits(problem: Problem, recorded: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Mean visits a token, [L, E], of the recorded samples."""
-    load = problem.counts[recorded].sum(axis=0, dtype=np.int64)
-    mean: npt.NDArray[np.float64] = load / int(problem.batch.routed_tokens[recorded].sum())
-    return mean
 
 
 def measure_plan(problem: Problem, plan: Plan) -> dict[str, Any]:
@@ -120,20 +89,11 @@ def run_step(name: str, step: int, iteration_limit: int) -> dict[str, dict[str, 
     rows["fresh"] = measure_plan(truth, packed(truth, fresh))
     for lag in LAGS:
         rows[f"placement lag {lag}"] = measure_plan(truth, packed(truth, placed(draw(name, step - lag))))
-    before = draw(name, step - 1)
-    everyone = np.ones(before.num_samples, dtype=bool)
     for share in MISSING:
-        missing = np.zeros(truth.num_samples, dtype=bool)
-        order = np.random.default_rng([step, 9]).permutation(truth.num_samples)
-        missing[order[: round(share * truth.num_samples)]] = True
-        prior = visits(before, everyone) if missing.all() else visits(truth, ~missing)
-        batch = RoutingBatch.from_arrays(
-            truth.lengths,
-            believed_counts(truth, missing, prior),
-            top_k=truth.top_k,
-            routed_tokens=truth.batch.routed_tokens,
-        )
-        believed = truth.replace(batch=batch, num_rows=truth.num_rows)
+        if share == 1:
+            believed = staleness.from_shares(truth, staleness.expert_shares(draw(name, step - 1)))
+        else:
+            believed = staleness.with_missing(truth, share=share, seed=step)
         rows[f"missing {share:g}"] = measure_plan(truth, packed(believed, placed(believed)))
     rows["length only"] = measure_plan(truth, packed(truth, fresh, "length_annealing"))
     contiguous = Placement.contiguous(truth.num_layers, truth.num_experts, ep_size=truth.ep_size)
