@@ -378,7 +378,7 @@ def _unbalanced(counts: AnyArray, rows_read: AnyArray, top_k: int) -> tuple[int,
     return -1, -1, 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Coverage:
     """What the rows of routed ids covered, per sample and layer.
 
@@ -445,7 +445,7 @@ class Coverage:
             "uncovered": self.uncovered,
         }
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Totals in one line, then the samples with missing rows."""
         total = self.to_dict()
         lines = [

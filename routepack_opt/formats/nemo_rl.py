@@ -150,8 +150,8 @@ def export(problem: Problem, plan: Plan, *, pad: str = "none") -> Export:
     uneven = len({count for (count,) in elements}) > 1
     if uneven:
         notes += (
-            "shards hold unequal numbers of samples (allow_uneven_shards); plan with equal_samples_per_slot=True if the "
-            "trainer cannot take that",
+            "shards hold unequal numbers of samples (allow_uneven_shards); plan with equal_samples_per_slot=True if "
+            "the trainer cannot take that",
         )
     content = {
         "sorted_indices": [i for rows in cells for cell in rows for i in cell],

@@ -233,7 +233,7 @@ class _TensorUnpickler(pickle.Unpickler):
         key, count = str(pid[2]), int(pid[4])
         if key not in self._loaded:
             data = self._archive.read(f"{self._prefix}data/{key}")
-            array = np.frombuffer(data, dtype=_STORAGES[pid[1].name])
+            array: AnyArray = np.frombuffer(data, dtype=_STORAGES[pid[1].name])
             if array.size < count:
                 raise InvalidInputError(f"storage {key} holds {array.size} numbers; {count} were announced")
             self._loaded[key] = array

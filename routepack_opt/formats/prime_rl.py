@@ -49,6 +49,7 @@ def decode(payload: Any, what: str = "routed_experts") -> AnyArray:
 
 
 def _decoded(payload: Any, what: str) -> Segment:
+    fields: dict[str, Any]
     if not isinstance(payload, Mapping):
         fields = {name: getattr(payload, name, None) for name in ("data", "shape", "dtype", "start")}
     else:

@@ -182,7 +182,8 @@ def _mapped(load: AnyArray, physical_to_logical: AnyArray, num_experts: int | No
     """Loads of physical slots [L, slots] added up by logical expert."""
     if load.shape != physical_to_logical.shape:
         raise InvalidInputError(
-            f"{what}: counts have shape {list(load.shape)}, last_physical_to_logical_map {list(physical_to_logical.shape)}"
+            f"{what}: counts have shape {list(load.shape)}, last_physical_to_logical_map "
+            f"{list(physical_to_logical.shape)}"
         )
     size = int(physical_to_logical.max()) + 1 if num_experts is None else num_experts
     if physical_to_logical.min() < 0 or physical_to_logical.max() >= size:
@@ -267,10 +268,10 @@ def read_recorder(
         outside = kept[(kept < 0) | (kept >= load.shape[1])]
         if len(outside):
             raise InvalidInputError(f"moe_layers names layer {outside[0]}; the dump has {load.shape[1]}")
-    load = load[:, kept][totals.any(axis=1)]
-    if not load.size:
+    window: IntArray = load[:, kept][totals.any(axis=1)]
+    if not window.size:
         raise InvalidInputError("the dump holds no routed token")
-    return load
+    return window
 
 
 def _summed_passes(
@@ -313,7 +314,8 @@ def _summed_passes(
         if missing:
             faults.add(f"pass {number}: rank {missing[0]} has no record of it, {len(of_pass)} of {len(ranks)} ranks do")
     faults.raise_if_any("recorder dumps")
-    return np.stack([np.sum(list(of_pass.values()), axis=0) for _, of_pass in sorted(passes.items())])
+    summed: IntArray = np.stack([np.sum(list(of_pass.values()), axis=0) for _, of_pass in sorted(passes.items())])
+    return summed
 
 
 def _token_load(ids: AnyArray, mapping: AnyArray | None, num_experts: int | None, what: str) -> IntArray:

@@ -99,9 +99,9 @@ def read_calibration(folder: files.PathLike, *, num_ranks: int | None = None) ->
                 continue
             if tensor.size and tensor.min() < 0:
                 faults.add(f"{path.name}, {name}: negative load {tensor.min()}")
-            key = (int(match[1]), int(match[2]))
-            keys_of_rank[rank].add(key)
-            total[key] = total.get(key, np.zeros(num_experts, dtype=np.int64)) + tensor.astype(np.int64)
+            place = (int(match[1]), int(match[2]))
+            keys_of_rank[rank].add(place)
+            total[place] = total.get(place, np.zeros(num_experts, dtype=np.int64)) + tensor.astype(np.int64)
     for rank, keys in keys_of_rank.items():
         missing = sorted(set(total) - keys)
         if missing:

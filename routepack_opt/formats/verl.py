@@ -197,7 +197,7 @@ def export(problem: Problem, plan: Plan, *, pad: str = "none") -> Export:
         problem, plan, pad=pad, target="verl", allow_empty=False, equal_counts=True
     )
     partitions = [[i for cell in rows for i in cell] for rows in cells]
-    micro = []
+    micro: list[list[list[int]]] = []
     for rows in cells:
         start = 0
         micro.append([])
