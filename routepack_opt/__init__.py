@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from routepack_opt.errors import InvalidInputError as InvalidInputError
     from routepack_opt.errors import RoutePackError as RoutePackError
     from routepack_opt.metrics import measure as measure
-    from routepack_opt.moves import warm_up as warm_up
     from routepack_opt.plan import Packing as Packing
     from routepack_opt.plan import Placement as Placement
     from routepack_opt.plan import Plan as Plan
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from routepack_opt.planning import pack as pack
     from routepack_opt.planning import place as place
     from routepack_opt.planning import solve as solve
+    from routepack_opt.planning import warm_up as warm_up
     from routepack_opt.problem import Cluster as Cluster
     from routepack_opt.problem import Problem as Problem
     from routepack_opt.recorded import load_trace as load_trace
@@ -74,7 +74,6 @@ _NAMES: dict[str, tuple[str, str]] = {
     "InvalidInputError": ("errors", "InvalidInputError"),
     "InfeasibleProblemError": ("errors", "InfeasibleProblemError"),
     "measure": ("metrics", "measure"),
-    "warm_up": ("moves", "warm_up"),
     "Packing": ("plan", "Packing"),
     "Placement": ("plan", "Placement"),
     "Plan": ("plan", "Plan"),
@@ -83,6 +82,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     "pack": ("planning", "pack"),
     "place": ("planning", "place"),
     "solve": ("planning", "solve"),
+    "warm_up": ("planning", "warm_up"),
     "Cluster": ("problem", "Cluster"),
     "Problem": ("problem", "Problem"),
     "planners": ("registry", "planners"),

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from routepack_opt import bounds, metrics, migration, registry
 from routepack_opt import score as scoring
+from routepack_opt.cost import CostModel, OperatorClass
 from routepack_opt.errors import Faults, InvalidInputError, SolverClaimError, refuse_unknown
 from routepack_opt.plan import Packing, Placement, Plan, placement_faults
 from routepack_opt.problem import Problem
@@ -28,7 +30,7 @@ from routepack_opt.solver import AGGREGATE_LEVEL, BLOCK_LEVEL, Claim, Packer, Pl
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["DEFAULT_TIME_LIMIT", "PLACER_SHARE", "Runs", "compare", "pack", "place", "solve"]
+__all__ = ["DEFAULT_TIME_LIMIT", "PLACER_SHARE", "Runs", "compare", "pack", "place", "solve", "warm_up"]
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ DEFAULT_TIME_LIMIT = 2.0
 #: Share of time and iteration limit that the placer of ``placer+packer`` may use; the rest, and what it leaves, is the
 #: packer's.
 PLACER_SHARE = 0.25
+
+_WARM = CostModel(
+    (OperatorClass("attention", Fraction(1), Fraction(1)), OperatorClass("dense", Fraction(1), Fraction(0)))
+)
 
 Stop = Callable[[], bool]
 ProgressCallback = Callable[[Progress], None]
@@ -328,6 +334,27 @@ def pack(
     run.adopt(child)
     plan = None if packing is None else Plan.of(problem, fixed, packing)
     return _conclude(problem, plan, run, name=name, scope="fixed-placement", settings=settings)
+
+
+def warm_up(planners: Sequence[str] = ("lpt+annealing", "alternating")) -> None:
+    """Compile the kernels of some planners, or load them from numba's cache, before time matters.
+
+    Plans tiny problems with 16- and 32-bit loads, so that the first real step
+    does not pay for compilation (tens of seconds once on a new machine, under a
+    second with a warm cache).
+
+    Parameters
+    ----------
+    planners : sequence of str
+        Specs of the planners that will be used.
+    """
+    for length, dtype in ((8, np.uint16), (40_000, np.uint32)):
+        counts = np.full((16, 2, 8), length // 4, dtype=dtype)
+        problem = Problem.from_arrays(
+            np.full(16, length), counts, top_k=2, capacity=2 * length, ep_size=4, dp_size=4, num_shards=2, cost=_WARM
+        )
+        for planner in planners:
+            solve(problem, planner, iteration_limit=2_000, num_threads=1, progress=False)
 
 
 def _hierarchical(problem: Problem, placer: Placer, packer: Packer, run: Run) -> Plan | None:
@@ -731,12 +758,16 @@ class Runs:
                 ]
         return table
 
+    def _head(self) -> str:
+        bound = self.bound
+        value = self.problem.units(bound.value)
+        return f"bound on {bound.level}: {value:,.3f} J, {bound.scope}, by {bound.method}"
+
     def __repr__(self) -> str:
-        head = f"{self.problem!r}\nbound on {self.bound.level}: {self.problem.units(self.bound.value):,.3f} J, {self.bound.scope}, by {self.bound.method}"
-        return f"{head}\n{self.formatted().to_string(index=False)}"
+        return f"{self.problem!r}\n{self._head()}\n{self.formatted().to_string(index=False)}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{self.problem!r}<br>bound on {self.bound.level}: {self.problem.units(self.bound.value):,.3f} J, {self.bound.scope}, by {self.bound.method}</p>{self.formatted().to_html(index=False)}"
+        return f"<p>{self.problem!r}<br>{self._head()}</p>{self.formatted().to_html(index=False)}"
 
 
 def _best(results: list[Result]) -> Result:
