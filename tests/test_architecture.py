@@ -17,7 +17,7 @@ PACKAGE = ROOT / "routepack_opt"
 #: Modules by layer; a module may import from its own layer's earlier modules and from lower layers.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"arrays", "files"},
+    {"arrays", "files", "highs"},
     {"rows", "cost", "batch", "counting"},
     {"problem"},
     {"plan", "recorded"},
@@ -48,6 +48,7 @@ WITHIN_LAYER = {
 CONFINED = {
     "ortools": {"solvers.cpsat", "rows"},
     "pulp": {"solvers.milp", "solvers.columns"},
+    "highspy": {"highs", "bounds", "rows", "solvers.milp", "solvers.columns"},
     "torch": {"materialization", "formats.sglang"},
     "ray": {"study"},
     "dask": {"study"},
@@ -55,7 +56,19 @@ CONFINED = {
     "matplotlib": {"plot", "study"},
 }
 #: Never imported at module level in the library: they cost more than they are worth to who does not use them.
-LAZY = {"ortools", "pulp", "highspy", "torch", "ray", "dask", "distributed", "matplotlib", "pandas", "networkx", "joblib"}
+LAZY = {
+    "ortools",
+    "pulp",
+    "highspy",
+    "torch",
+    "ray",
+    "dask",
+    "distributed",
+    "matplotlib",
+    "pandas",
+    "networkx",
+    "joblib",
+}
 
 
 def modules() -> dict[str, Path]:
