@@ -264,7 +264,8 @@ def _cells(frame: pd.DataFrame, write: Callable[..., str]) -> pd.DataFrame:
         values = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in frame[name]]
         numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
         whole = all(float(value).is_integer() for value in numbers)
-        digits = 0 if whole else 2 if max(map(abs, numbers)) >= 1 else 3 if max(map(abs, numbers)) >= 0.01 else 5
+        largest = max(map(abs, numbers), default=0.0)
+        digits = 0 if whole else 2 if largest >= 100 or str(name).endswith("%") else 3 if largest >= 0.01 else 5
         plain: list[Any] = [getattr(value, "item", lambda value=value: value)() for value in values]
         out[str(name)] = [
             write(value, digits) if isinstance(value, int | float) and not isinstance(value, bool) else write(value)
