@@ -159,12 +159,15 @@ def _repaired(lengths: IntArray, capacity: int, num_bins: int, rng: np.random.Ge
     return None
 
 
-def _deal(problem: Problem, bins: IntArray) -> IntArray:
+def _deal(problem: Problem, bins: IntArray, *, by_attention: bool) -> IntArray:
     """Cells (row · D + slot) of samples from bins, by the rule of the module."""
     num_cells, dp_size = problem.num_rows * problem.dp_size, problem.dp_size
     tokens = np.zeros(num_cells, dtype=np.int64)
     np.add.at(tokens, bins, problem.aligned_lengths)
-    order = np.lexsort((np.arange(num_cells), -tokens))
+    attention = np.zeros(num_cells, dtype=np.int64)
+    if by_attention:
+        np.add.at(attention, bins, problem.attention_work.sum(axis=0))
+    order = np.lexsort((np.arange(num_cells), -tokens, -attention))
     slots = np.arange(num_cells) % dp_size
     odd = (np.arange(num_cells) // dp_size) % 2 == 1
     cells = np.arange(num_cells) - slots + np.where(odd, dp_size - 1 - slots, slots)
@@ -239,7 +242,7 @@ def _cells(problem: Problem, rule: _Rule, rng: np.random.Generator) -> IntArray 
         bins = rule.bins(lengths, problem.capacity, num_bins, rng)
         if bins is None:
             bins = _repaired(lengths, problem.capacity, num_bins, rng)
-        cells = None if bins is None else _deal(problem, bins)
+        cells = None if bins is None else _deal(problem, bins, by_attention=rule.level)
     return None if cells is None else _fill_empty_cells(problem, cells)
 
 
