@@ -1,0 +1,282 @@
+"""Joint planning by turns: pack for an ideal placement, place for that packing, repack, place again.
+
+The paper places experts for the load of the window first and packs for that
+placement second, once. Which experts should share a rank depends on what the
+blocks are, though: minimising Σ_{r,g} max_p W itself over placements, for the
+packing just found, removes most of what packing could not. So the order is
+turned around here.
+
+1. Pack as if every placement were perfect: attention work plus routed tokens
+   over P (:mod:`routepack_opt.solvers.leveling`), optionally with a share of
+   the routing term under a placement for the window.
+2. Place experts for the blocks of that packing, all layers in parallel
+   (:mod:`routepack_opt.solvers.replacing`).
+3. Anneal the packing gently on the exact score under the new placement, place
+   again, and so on while time is left; the best plan by the exact
+   lexicographic score is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from routepack_opt.errors import Faults
+from routepack_opt.moves import BlockLoads, MoveTables
+from routepack_opt.plan import Packing, Placement, Plan
+from routepack_opt.problem import Problem
+from routepack_opt.solver import Run, Solver
+from routepack_opt.solvers import leveling, replacing
+
+__all__ = ["Alternating"]
+
+#: Visits of an expert in the first placement under a time limit: something good for every layer, soon.
+_FIRST_SWEEPS = 2.0
+#: Visits of an expert without any limit.
+_DEFAULT_SWEEPS = 40.0
+#: Most visits of an expert in one placement, however much time there is.
+_MOST_SWEEPS = 1000.0
+#: Proposals of a repacking without any limit.
+_REPACK_PROPOSALS = 200_000
+
+_REPACK = leveling.Schedule(first=5e-5, last=2e-6, exchange_share=0.02)
+
+
+@dataclass(frozen=True)
+class Alternating(Solver):
+    """Packs for an ideal placement, places for the blocks of that packing, repacks, places again.
+
+    Attributes
+    ----------
+    rounds : int
+        Placements, each followed by a repacking; the time limit ends them earlier.
+    packing_share : float
+        Share of the budget for the first packing; half of it is the share of
+        every repacking.
+    routing_weight : float
+        Share, in 0..1, of the routing term in the first packing; above 0 a
+        placement for the window comes first.
+    sweeps : float or None
+        Visits of each expert in a placement. Default: what the time limit
+        allows; 40 without one.
+    window_tolerance : float
+        How far above the mean rank the window load of the hottest rank may be
+        put, relative.
+    move_price : int
+        Routed tokens of Σ max_p that one expert more off its previous rank must
+        save; counts only where a previous placement is known.
+    move_limit : int or None
+        Most experts of a layer that may leave their previous rank.
+
+    Notes
+    -----
+    An iteration is one proposal of a packing move or one visit of an expert (one
+    expert priced against all experts of the other ranks). Under an iteration
+    limit the result depends on problem, parameters and seed only.
+    """
+
+    name: ClassVar[str] = "alternating"
+    rounds: int = 2
+    packing_share: float = 0.25
+    routing_weight: float = 0.0
+    sweeps: float | None = None
+    window_tolerance: float = 0.02
+    move_price: int = 0
+    move_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 1:
+            faults.add(f"rounds is {self.rounds!r}; it must be an integer of at least 1")
+        if not _is_number(self.packing_share) or not 0 < self.packing_share < 1:
+            faults.add(f"packing_share is {self.packing_share!r}; it must be a number between 0 and 1")
+        if not _is_number(self.routing_weight) or not 0 <= self.routing_weight <= 1:
+            faults.add(f"routing_weight is {self.routing_weight!r}; it must be a number in 0..1")
+        if self.sweeps is not None and (not _is_number(self.sweeps) or not 0 < self.sweeps <= _MOST_SWEEPS):
+            faults.add(f"sweeps is {self.sweeps!r}; it must be None or a number above 0, at most {_MOST_SWEEPS:g}")
+        faults.extend(replacing.option_faults(self.window_tolerance, self.move_price, self.move_limit))
+        faults.raise_if_any(self.name)
+
+    def plan(self, problem: Problem, run: Run) -> Plan | None:
+        """Plan; None if no feasible packing is found."""
+        return _Turns(self, problem, run).plan()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class _Turns:
+    """One run of the planner: its budget and its archive."""
+
+    def __init__(self, options: Alternating, problem: Problem, run: Run) -> None:
+        self.options = options
+        self.problem = problem
+        self.run = run
+        self.planned = False
+        self.iterations_left = run.iteration_limit
+        self.visit_seconds: float | None = None
+
+    def plan(self) -> Plan | None:
+        """Take turns until the budget is used up; the best plan of the run."""
+        problem, run, options = self.problem, self.run, self.options
+        if not problem.num_layers:
+            empty = Placement.contiguous(0, 0, ep_size=problem.ep_size)
+            packing = self.first_packing(empty, share=1.0)
+            if packing is not None:
+                self.archive(Plan.of(problem, empty, packing))
+            return run.best
+        start = self.start_ranks()
+        guide = None
+        if options.routing_weight > 0:
+            with run.stage("window placement"):
+                guide = self.window_placement(start)
+        with run.stage("packing"):
+            packing = self.first_packing(guide, share=options.packing_share)
+        if packing is None:
+            run.explain("no packing within capacity and rows was found to start from")
+            return None
+        timed = math.isfinite(run.time_left())
+        ranks = start
+        if timed:
+            ranks = self.replace(packing, start, _FIRST_SWEEPS, stream=0)
+            self.archive(Plan.of(problem, self.placement(ranks), packing))
+        for turn in range(options.rounds):
+            if self.planned and self.exhausted():
+                break
+            ranks = self.replace(packing, ranks, self.affordable_sweeps(options.rounds - turn), stream=1 + turn)
+            placement = self.placement(ranks)
+            self.archive(Plan.of(problem, placement, packing))
+            if self.exhausted():
+                break
+            packing = self.repack(placement, packing, stream=turn)
+            self.archive(Plan.of(problem, placement, packing))
+            run.progress((turn + 1) / options.rounds)
+        return run.best
+
+    # -- budget -----------------------------------------------------------------------------------------------
+
+    def exhausted(self) -> bool:
+        return self.run.stopped() or (self.iterations_left is not None and self.iterations_left <= 0)
+
+    def spend(self, iterations: int) -> None:
+        if self.iterations_left is not None:
+            self.iterations_left -= iterations
+
+    def affordable_sweeps(self, turns_left: int) -> float:
+        """Visits of each expert that the budget of this turn pays for."""
+        problem, run, options = self.problem, self.run, self.options
+        sweeps = options.sweeps
+        experts = problem.num_layers * problem.num_experts
+        if self.iterations_left is not None:
+            share = self.iterations_left * (1.0 - options.packing_share / 2.0) / turns_left
+            sweeps = min(sweeps or _MOST_SWEEPS, max(share / experts, 1.0 / problem.num_experts))
+        left = run.time_left()
+        if math.isfinite(left) and self.visit_seconds is not None:
+            share = left * (1.0 - options.packing_share / 2.0) / turns_left
+            sweeps = min(sweeps or _MOST_SWEEPS, max(0.9 * share / (self.visit_seconds * experts), 1.0))
+        return sweeps or _DEFAULT_SWEEPS
+
+    # -- turns ------------------------------------------------------------------------------------------------
+
+    def start_ranks(self) -> npt.NDArray[np.int32]:
+        problem, run = self.problem, self.run
+        if run.previous_placement is not None:
+            placement = run.previous_placement
+        elif run.warm_start is not None:
+            placement = run.warm_start.placement
+        else:
+            placement = Placement.contiguous(problem.num_layers, problem.num_experts, ep_size=problem.ep_size)
+        return placement.rank_of_expert.astype(np.int32)
+
+    def placement(self, ranks: npt.NDArray[np.int32]) -> Placement:
+        return Placement.from_rank_of_expert(ranks, ep_size=self.problem.ep_size)
+
+    def window_placement(self, start: npt.NDArray[np.int32]) -> Placement:
+        """A quick placement for the window load, what the routing term of the first packing is taken under."""
+        problem, run = self.problem, self.run
+        load = replacing.sum_blocks(
+            problem.counts,
+            np.zeros(problem.num_samples, dtype=np.int64),
+            num_blocks=1,
+            num_threads=run.num_threads,
+        )
+        fit = replacing.fit_ranks(
+            load, start, ep_size=problem.ep_size, sweeps=1.0, num_threads=run.num_threads, stopped=run.stopped
+        )
+        return self.placement(fit.rank_of_expert)
+
+    def first_packing(self, guide: Placement | None, *, share: float) -> Packing | None:
+        problem, run, options = self.problem, self.run, self.options
+        tables = leveling.ideal_tables(problem, guide, routing_weight=options.routing_weight)
+        found = leveling.search(problem, tables, run, leveling.Leveling(), share=share)
+        if run.iteration_limit is not None:
+            self.spend(int(run.iteration_limit * share))
+        return None if found is None else Packing.from_arrays(*found.best_packing())
+
+    def replace(
+        self, packing: Packing, start: npt.NDArray[np.int32], sweeps: float, *, stream: int
+    ) -> npt.NDArray[np.int32]:
+        """Place for the blocks of a packing; never worse than the start there."""
+        problem, run, options = self.problem, self.run, self.options
+        blocks = packing.row_of_sample * problem.num_shards + problem.shard_of_slot[packing.dp_slot_of_sample]
+        limited = bool(options.move_price) or options.move_limit is not None
+        home = None if run.previous_placement is None or not limited else run.previous_placement.rank_of_expert
+        with run.stage("placement"):
+            begin = time.perf_counter()
+            load = replacing.sum_blocks(
+                problem.counts,
+                blocks,
+                num_blocks=problem.num_rows * problem.num_shards,
+                num_threads=run.num_threads,
+            )
+            fit = replacing.fit_ranks(
+                load,
+                start,
+                ep_size=problem.ep_size,
+                seed=int(run.rng.integers(2**62)) + stream,
+                sweeps=sweeps,
+                home=home,
+                move_price=options.move_price if home is not None else 0,
+                move_limit=options.move_limit if home is not None else None,
+                window_tolerance=options.window_tolerance,
+                num_threads=run.num_threads,
+                stopped=run.stopped,
+            )
+            experts = problem.num_layers * problem.num_experts
+            if fit.complete:
+                self.visit_seconds = (time.perf_counter() - begin) / (sweeps * experts)
+        self.spend(round(sweeps * experts))
+        return fit.rank_of_expert
+
+    def repack(self, placement: Placement, packing: Packing, *, stream: int) -> Packing:
+        """Anneal a packing gently under a placement; the best one met by the exact score."""
+        problem, run, options = self.problem, self.run, self.options
+        with run.stage("repacking"):
+            loads = BlockLoads(MoveTables.of(problem, placement), packing.row_of_sample, packing.dp_slot_of_sample)
+            seconds = run.time_left() * options.packing_share / 2.0
+            proposals: int | None = None if math.isfinite(seconds) else _REPACK_PROPOSALS
+            if self.iterations_left is not None:
+                proposals = max(1, int(self.iterations_left * options.packing_share / 2.0))
+            generator = run.rng.spawn(8 + stream)[-1]
+            done = leveling.polish(
+                loads,
+                generator.integers(0, 2**64, size=1, dtype=np.uint64),
+                _REPACK,
+                num_proposals=proposals,
+                seconds=seconds,
+                clock=run.time,
+                stopped=run.stopped,
+            )
+        self.spend(done)
+        return Packing.from_arrays(*loads.best_packing())
+
+    def archive(self, plan: Plan) -> None:
+        """Hand a plan in; the run keeps the best one by the exact score."""
+        self.run.report(plan)
+        self.planned = True

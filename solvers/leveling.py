@@ -1,0 +1,641 @@
+"""Packing by like with like: equal cells inside every block, whatever the blocks are.
+
+The attention time of a block is its slowest cell, per operator class, so what
+costs time is the difference between cells of *one* block; blocks may differ
+freely. Two observations make a packer of that.
+
+1. *Deal groups of near-equal samples.* In descending order of length, every
+   |𝒟_g| consecutive samples form a group, and a group goes to one block, one
+   sample to each of its cells, the longest to the emptiest cell. Tokens *and*
+   squared tokens of the cells then agree up to the small differences inside
+   groups, for every operator class at once; blocks are filled by longest
+   processing time first (R. L. Graham, doi:10.1137/0117039) over groups.
+2. *Anneal the spread, then the score.* Σ_s max_d is a plateau for most moves.
+   The spread Σ_blocks Σ_s Σ_d (A_{s,d} − mean)² has no plateaus, its change is
+   O(S), and it needs no maxima: proposals cost 50-100 ns. Samples close in
+   length are swapped, single samples relocated (Metropolis rule,
+   doi:10.1063/1.1699114); squared differences between the shards' ideal work
+   are added, and cells above capacity pay a quadratic penalty. What it finds is
+   then finished on the exact levels with :class:`routepack_opt.moves.BlockLoads`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from routepack_opt.arrays import IntArray
+from routepack_opt.errors import Faults
+from routepack_opt.moves import BlockLoads, MoveTables
+from routepack_opt.plan import Packing, Placement
+from routepack_opt.problem import Problem
+from routepack_opt.solver import Run, Solver
+from routepack_opt.solvers.seeds import Ffd, RandomizedBestFit, WindowShuffle
+
+__all__ = ["Leveling", "Schedule", "deal", "ideal_tables", "level", "polish", "warm_up"]
+
+FloatArray = npt.NDArray[np.float64]
+
+_SLICE = 16_384  # proposals of one kernel call on exact levels
+_SPREAD_SLICE = 131_072  # proposals of one kernel call on the spread: about 15 ms
+_INT32_MAX = 2**31 - 1
+
+
+@njit(cache=True, nogil=True)
+def _next(rng: npt.NDArray[np.uint64]) -> Any:
+    """One 64-bit number of the SplitMix64 sequence (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195)."""
+    rng[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = rng[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def _deal(lengths: IntArray, num_blocks: int, shard_size: int, capacity: int) -> Any:
+    """Cell (block · shard_size + k) of every sample; ``lengths`` ascend."""
+    num_samples = lengths.shape[0]
+    cell_of_sample = np.empty(num_samples, dtype=np.int32)
+    fill = np.zeros(num_blocks * shard_size, dtype=np.int64)
+    tokens = np.zeros(num_blocks, dtype=np.int64)
+    used = np.empty(shard_size, dtype=np.bool_)
+    last = num_samples
+    while last > 0:
+        first = max(last - shard_size, 0)
+        block = 0
+        for other in range(1, num_blocks):
+            if tokens[other] < tokens[block]:
+                block = other
+        used[:] = False
+        for i in range(last - 1, first - 1, -1):
+            best = -1
+            for k in range(shard_size):
+                cell = block * shard_size + k
+                if not used[k] and (best < 0 or fill[cell] < fill[block * shard_size + best]):
+                    best = k
+            used[best] = True
+            cell_of_sample[i] = block * shard_size + best
+            fill[block * shard_size + best] += lengths[i]
+            tokens[block] += lengths[i]
+        last = first
+    return cell_of_sample
+
+
+@njit(cache=True, nogil=True, fastmath=True)
+def _spread(cell_of_sample: npt.NDArray[np.int32], work: FloatArray, num_blocks: int, shard_size: int) -> float:
+    """Σ_blocks Σ_s Σ_d (A − mean of the block)²."""
+    num_classes = work.shape[1]
+    cells = np.zeros((num_blocks * shard_size, num_classes))
+    for i in range(cell_of_sample.shape[0]):
+        for s in range(num_classes):
+            cells[cell_of_sample[i], s] += work[i, s]
+    total = 0.0
+    for block in range(num_blocks):
+        for s in range(num_classes):
+            mean = 0.0
+            for k in range(shard_size):
+                mean += cells[block * shard_size + k, s]
+            mean /= shard_size
+            for k in range(shard_size):
+                total += (cells[block * shard_size + k, s] - mean) ** 2
+    return total
+
+
+@njit(cache=True, nogil=True, fastmath=True)
+def _walk_spread(
+    cell_of_sample: npt.NDArray[np.int32],
+    work: FloatArray,
+    share_of_shard: FloatArray,
+    lengths: IntArray,
+    num_blocks: int,
+    shard_size: int,
+    num_shards: int,
+    capacity: int,
+    penalty: float,
+    least_samples: int,
+    temperature: float,
+    ratio: float,
+    num_proposals: int,
+    window: int,
+    relocations: int,
+    rng: npt.NDArray[np.uint64],
+) -> int:
+    """Metropolis walk on the spread plus penalty; returns the tokens above capacity that are left.
+
+    ``work`` and ``lengths`` carry a zero sample at the end; ``relocations`` is a chance in 4096.
+    """
+    num_samples = cell_of_sample.shape[0]
+    num_classes = work.shape[1]
+    num_cells = num_blocks * shard_size
+    cells = np.zeros((num_cells, num_classes))
+    blocks = np.zeros((num_blocks, num_classes))
+    shards = np.zeros(num_shards)
+    fill = np.zeros(num_cells, dtype=np.int64)
+    size = np.zeros(num_cells, dtype=np.int64)
+    for sample in range(num_samples):
+        cell = cell_of_sample[sample]
+        for s in range(num_classes):
+            cells[cell, s] += work[sample, s]
+            blocks[cell // shard_size, s] += work[sample, s]
+        shards[(cell // shard_size) % num_shards] += share_of_shard[sample]
+        fill[cell] += lengths[sample]
+        size[cell] += 1
+    share = 1.0 / shard_size
+    for _ in range(num_proposals):
+        temperature *= ratio
+        bits = _next(rng)
+        kind = np.int64(bits & np.uint64(0xFFF))
+        x = np.int64((bits >> np.uint64(12)) & np.uint64(0xFFFFF))
+        i = np.int64(((bits >> np.uint64(32)) * np.uint64(num_samples)) >> np.uint64(32))
+        a = np.int64(cell_of_sample[i])
+        if kind < relocations:
+            j = num_samples
+            b = (x * num_cells) >> 20
+            if size[a] <= least_samples:
+                continue
+        else:
+            distance = 1 + (((x >> 1) * window) >> 19)
+            j = i + distance if x & 1 else i - distance
+            if j < 0 or j >= num_samples:
+                continue
+            b = np.int64(cell_of_sample[j])
+        if a == b:
+            continue
+        tokens = lengths[j] - lengths[i]
+        over_a = max(0, fill[a] - capacity)
+        over_b = max(0, fill[b] - capacity)
+        new_a = max(0, fill[a] + tokens - capacity)
+        new_b = max(0, fill[b] - tokens - capacity)
+        energy = 0.0
+        if over_a + over_b + new_a + new_b > 0:
+            energy = penalty * (
+                float(new_a) * new_a + float(new_b) * new_b - float(over_a) * over_a - float(over_b) * over_b
+            )
+        block_a = a // shard_size
+        block_b = b // shard_size
+        shard_a = block_a % num_shards
+        shard_b = block_b % num_shards
+        if block_a != block_b:
+            if shard_a != shard_b:
+                d = share_of_shard[j] - share_of_shard[i]
+                energy += 2.0 * d * (shards[shard_a] - shards[shard_b] + d)
+            for s in range(num_classes):
+                d = work[j, s] - work[i, s]
+                energy += d * (2.0 * (cells[a, s] - cells[b, s] + d))
+                energy -= d * (2.0 * (blocks[block_a, s] - blocks[block_b, s] + d)) * share
+        else:
+            for s in range(num_classes):
+                d = work[j, s] - work[i, s]
+                energy += d * (2.0 * (cells[a, s] - cells[b, s] + d))
+        if energy > 0.0:
+            uniform = (np.float64(_next(rng) >> np.uint64(11)) + 1.0) * (1.0 / 9007199254740992.0)
+            if energy * uniform > temperature * (1.0 - uniform) or energy > -temperature * np.log(uniform):
+                continue
+        cell_of_sample[i] = b
+        if j < num_samples:
+            cell_of_sample[j] = a
+        else:
+            size[a] -= 1
+            size[b] += 1
+        fill[a] += tokens
+        fill[b] -= tokens
+        if shard_a != shard_b:
+            d = share_of_shard[j] - share_of_shard[i]
+            shards[shard_a] += d
+            shards[shard_b] -= d
+        for s in range(num_classes):
+            d = work[j, s] - work[i, s]
+            cells[a, s] += d
+            cells[b, s] -= d
+            if block_a != block_b:
+                blocks[block_a, s] += d
+                blocks[block_b, s] -= d
+    over = 0
+    for cell in range(num_cells):
+        over += max(0, fill[cell] - capacity)
+    return over
+
+
+class _Levels:
+    """A problem as the spread walk sees it: samples in ascending order of length, merged operator classes."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.num_blocks = problem.num_rows * problem.num_shards
+        self.shard_size = problem.dp_size // problem.num_shards
+        self.order: IntArray = np.argsort(problem.aligned_lengths, kind="stable").astype(np.int64)
+        columns: dict[tuple[int, int], FloatArray] = {}
+        for s in range(len(problem.cost.attention)):
+            alpha, beta = problem.attention_coefficients(s)
+            divisor = max(1, math.gcd(alpha, beta))
+            # Classes in proportion have their slowest cell in common.
+            key = (1, 0) if beta == 0 else (alpha // divisor, beta // divisor)
+            work = problem.attention_work[s] / problem.unit_denominator
+            columns[key] = columns[key] + work if key in columns else work
+        if not columns:
+            columns[1, 0] = problem.lengths / problem.capacity
+        self.work: FloatArray = np.zeros((problem.num_samples + 1, len(columns)))
+        self.work[:-1] = np.stack(list(columns.values()), axis=1)[self.order]
+        # Work of a shard if all its cells were level and all ranks balanced.
+        ideal = problem.attention_work.sum(axis=0) / self.shard_size
+        ideal = ideal + problem.batch.routed_tokens * (
+            problem.top_k * problem.num_layers * problem.expert_unit / problem.ep_size
+        )
+        self.share_of_shard: FloatArray = np.append(ideal[self.order] / problem.unit_denominator, 0.0)
+        self.lengths: IntArray = np.append(problem.aligned_lengths[self.order], 0)
+        per_token = float(self.work.sum()) / float(self.lengths.sum())
+        self.penalty = 10.0 * per_token**2
+        inside = np.empty(problem.dp_size, dtype=np.int64)
+        for shard in problem.shards:
+            inside[list(shard)] = np.arange(self.shard_size)
+        self._place_in_shard = inside
+        self._slots: IntArray = np.array(problem.shards, dtype=np.int64)
+
+    def cells_of(self, packing: Packing) -> npt.NDArray[np.int32]:
+        """Cells of a packing, by sorted sample."""
+        problem = self.problem
+        blocks = packing.row_of_sample * problem.num_shards + problem.shard_of_slot[packing.dp_slot_of_sample]
+        cells = blocks * self.shard_size + self._place_in_shard[packing.dp_slot_of_sample]
+        return cells[self.order].astype(np.int32)
+
+    def packing_of(self, cells: npt.NDArray[np.int32]) -> tuple[IntArray, IntArray]:
+        """Row and DP slot of every sample."""
+        by_sample = np.empty(len(cells), dtype=np.int64)
+        by_sample[self.order] = cells
+        block, place = np.divmod(by_sample, self.shard_size)
+        row, shard = np.divmod(block, self.problem.num_shards)
+        return row, self._slots[shard, place]
+
+
+def deal(problem: Problem) -> tuple[IntArray, IntArray]:
+    """Deal groups of samples next to each other in length to the cells of one block each.
+
+    Parameters
+    ----------
+    problem : Problem
+
+    Returns
+    -------
+    row_of_sample, dp_slot_of_sample : ndarray of int64, shape [N]
+        Cells may be above capacity where the grid is tight.
+    """
+    levels = _Levels(problem)
+    return levels.packing_of(_deal(levels.lengths[:-1], levels.num_blocks, levels.shard_size, problem.capacity))
+
+
+def _seeded(problem: Problem, rng: np.random.Generator) -> Packing | None:
+    """A feasible packing by the seeding operators."""
+    for cells in (
+        WindowShuffle().cells(problem, rng),
+        RandomizedBestFit().cells(problem, rng),
+        Ffd().cells(problem, rng),
+    ):
+        if cells is not None:
+            return Packing.from_cells(cells, dp_size=problem.dp_size)
+    return None
+
+
+def level(
+    problem: Problem,
+    rng: np.random.Generator,
+    *,
+    num_proposals: int,
+    stopped: Callable[[], bool] | None = None,
+) -> Packing | None:
+    """Pack for equal cells inside blocks: deal, then anneal the spread.
+
+    Parameters
+    ----------
+    problem : Problem
+    rng : numpy Generator
+    num_proposals : int
+        Moves proposed; 0 deals only.
+    stopped : callable, optional
+        Asked every 15 ms or so.
+
+    Returns
+    -------
+    Packing or None
+        Feasible. Where dealt cells cannot be brought under the capacity, the
+        walk starts from a seeding operator instead; None if those fail as well.
+    """
+    levels = _Levels(problem)
+    stream = rng.integers(0, 2**64, size=1, dtype=np.uint64)
+    relocations = 0 if problem.equal_samples_per_slot else 205
+    window = max(1, min(levels.shard_size, problem.num_samples - 1))
+
+    def walk(cells: npt.NDArray[np.int32], amount: int, first: float, last: float, penalty: float) -> int:
+        ratio = (last / first) ** (1.0 / max(1, amount)) if first > 0.0 else 1.0
+        done, over = 0, 0
+        while True:
+            step = min(_SPREAD_SLICE, amount - done)
+            over = _walk_spread(
+                cells,
+                levels.work,
+                levels.share_of_shard,
+                levels.lengths,
+                levels.num_blocks,
+                levels.shard_size,
+                problem.num_shards,
+                problem.capacity,
+                penalty,
+                problem.min_samples_per_cell,
+                first * ratio**done,
+                ratio,
+                step,
+                window,
+                relocations,
+                stream,
+            )
+            done += step
+            if done >= amount or (stopped is not None and stopped()):
+                return over
+
+    def anneal(cells: npt.NDArray[np.int32]) -> int:
+        spread = _spread(cells, levels.work, levels.num_blocks, levels.shard_size)
+        first = 0.25 * spread / (levels.num_blocks * levels.shard_size)
+        over = walk(cells, num_proposals, first, 1e-4 * first, levels.penalty)
+        for factor in (1e2, 1e4, 1e6):
+            if over:
+                over = walk(cells, 64 * problem.num_samples, 1e-4 * first, 1e-5 * first, levels.penalty * factor)
+        return over
+
+    enough = problem.num_samples >= problem.num_cells or not problem.min_samples_per_cell
+    if enough and not problem.equal_samples_per_slot:
+        cells = _deal(levels.lengths[:-1], levels.num_blocks, levels.shard_size, problem.capacity)
+        held = np.bincount(cells, minlength=problem.num_cells)
+        if held.min() >= problem.min_samples_per_cell and not anneal(cells):
+            return Packing.from_arrays(*levels.packing_of(cells))
+    seed = _seeded(problem, rng)
+    if seed is None:
+        return None
+    cells = levels.cells_of(seed)
+    if num_proposals and not anneal(cells):
+        return Packing.from_arrays(*levels.packing_of(cells))
+    return seed
+
+
+def ideal_tables(problem: Problem, placement: Placement | None = None, *, routing_weight: float = 0.0) -> MoveTables:
+    """Tables of a placement that balances every layer of every block perfectly.
+
+    The expert work of a block is then its routed tokens over P: what packing can
+    aim at before a placement is chosen for it.
+
+    Parameters
+    ----------
+    problem : Problem
+    placement : Placement, optional
+        Needed for a weight above 0.
+    routing_weight : float
+        In 0..1, rounded to 1/32: the expert work is this share of that under
+        ``placement`` and for the rest the ideal one.
+
+    Returns
+    -------
+    MoveTables
+        Levels are in work units, times 32 if the weight is neither 0 nor 1.
+    """
+    weight = round(routing_weight * 32)
+    if placement is not None and weight >= 32:
+        return MoveTables.of(problem, placement)
+    attention, unit = problem.attention_work, problem.expert_unit
+    load = np.zeros((problem.num_samples, 0, 1), dtype=np.int64)
+    if problem.num_layers:
+        tokens = problem.top_k * problem.num_layers * problem.batch.routed_tokens
+        if placement is not None and weight > 0:
+            # One more layer whose ranks all carry the ideal share.
+            ideal = -(-tokens * (32 - weight) // problem.ep_size)
+            load = np.empty((problem.num_samples, problem.num_layers + 1, problem.ep_size), dtype=np.int64)
+            load[:, :-1] = placement.rank_load(problem)
+            load[:, :-1] *= weight
+            load[:, -1] = ideal[:, None]
+            attention = attention * 32
+        else:
+            shrink = max(1, -(-int(tokens.sum()) // problem.ep_size // (_INT32_MAX // 2)))
+            load = -(-tokens // (problem.ep_size * shrink))[:, None, None]
+            unit *= shrink
+    return MoveTables(
+        load,
+        attention,
+        expert_unit=unit,
+        aligned_lengths=problem.aligned_lengths,
+        capacity=problem.capacity,
+        num_rows=problem.num_rows,
+        shard_of_slot=problem.shard_of_slot,
+        min_samples_per_cell=problem.min_samples_per_cell,
+        equal_samples_per_slot=problem.equal_samples_per_slot,
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Temperatures and moves of :func:`polish`.
+
+    Attributes
+    ----------
+    first, last : float
+        Temperature at the beginning and the end, in units of the mean work of a
+        block; falls geometrically.
+    relocation_share, exchange_share : float
+        Share of relocations and block exchanges among proposals.
+    swap_window : int
+        Largest distance of swap partners in the order of lengths.
+    total_weight : float
+        Weight of all work beside the heaviest shard in the energy (G > 1).
+    """
+
+    first: float = 3e-4
+    last: float = 1e-5
+    relocation_share: float = 0.05
+    exchange_share: float = 0.01
+    swap_window: int = 8
+    total_weight: float = 1.0
+
+
+def polish(
+    loads: BlockLoads,
+    stream: npt.NDArray[np.uint64],
+    schedule: Schedule,
+    *,
+    num_proposals: int | None,
+    seconds: float = math.inf,
+    clock: Callable[[], float] | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> int:
+    """Anneal a good packing gently on its exact levels; the best one met is in the archive of ``loads``.
+
+    Parameters
+    ----------
+    loads : BlockLoads
+    stream : ndarray of uint64, shape [1]
+        Generator state, advanced.
+    schedule : Schedule
+    num_proposals : int or None
+        None: until ``seconds`` are over.
+    seconds : float
+        Wall time; the temperature follows whichever budget is used up faster.
+    clock : callable, optional
+        Seconds now, needed with a finite ``seconds``.
+    stopped : callable, optional
+
+    Returns
+    -------
+    int
+        Proposals made.
+    """
+    num_shards = loads.tables.num_shards
+    mean = max(1.0, loads.levels[1] / (loads.tables.num_rows * num_shards))
+    weights = (1.0 / mean, (schedule.total_weight if num_shards > 1 else 0.0) / mean, 0.0)
+    start = clock() if clock is not None else 0.0
+    done = 0
+    while stopped is None or not stopped():
+        fraction = 0.0 if num_proposals is None else done / num_proposals
+        if clock is not None and math.isfinite(seconds):
+            fraction = max(fraction, (clock() - start) / seconds if seconds > 0.0 else 1.0)
+        if fraction >= 1.0:
+            break
+        step = _SLICE if num_proposals is None else min(_SLICE, -(-num_proposals // 32), num_proposals - done)
+        loads.walk(
+            stream,
+            num_proposals=step,
+            temperature=schedule.first * (schedule.last / schedule.first) ** fraction,
+            energy_weights=weights,
+            relocation_share=schedule.relocation_share,
+            exchange_share=schedule.exchange_share,
+            swap_window=schedule.swap_window,
+        )
+        done += step
+    return done
+
+
+@dataclass(frozen=True)
+class Leveling(Solver):
+    """Packs samples of like length together, so that the cells of every block are level.
+
+    Attributes
+    ----------
+    num_chains : int
+        Independent searches; the best is kept.
+    moves_per_sample : int
+        Proposals of the spread walk, per sample and chain.
+
+    Notes
+    -----
+    An iteration is one proposal of either walk. Without a limit a chain makes
+    2 million of them.
+    """
+
+    name: ClassVar[str] = "leveling"
+    num_chains: int = 2
+    moves_per_sample: int = 200
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        for name, least in (("num_chains", 1), ("moves_per_sample", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                faults.add(f"{name} is {value!r}; it must be an integer of at least {least}")
+        faults.raise_if_any("leveling")
+
+    def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
+        """Pack for a placement; None if no feasible start is found."""
+        found = search(problem, MoveTables.of(problem, placement), run, self)
+        if found is None:
+            run.explain("no packing within capacity and rows was found to start from")
+            return None
+        packing = Packing.from_arrays(*found.best_packing())
+        run.report(packing)
+        return packing
+
+
+def search(
+    problem: Problem,
+    tables: MoveTables,
+    run: Run,
+    options: Leveling,
+    *,
+    schedule: Schedule | None = None,
+    share: float = 1.0,
+) -> BlockLoads | None:
+    """Level and polish in several chains; the best one, or None without a feasible start.
+
+    Parameters
+    ----------
+    problem : Problem
+    tables : MoveTables
+        What the polish is scored with: of a placement, or :func:`ideal_tables`.
+    run : Run
+    options : Leveling
+    schedule : Schedule, optional
+    share : float
+        Share of the time left and of the iteration limit that may be used.
+    """
+    schedule = Schedule() if schedule is None else schedule
+    chains = options.num_chains
+    threads = max(1, min(run.num_threads, chains))
+    rounds = -(-chains // threads)
+    seconds = run.time_left() * share
+    per_chain: int | None = None if math.isfinite(seconds) else 2_000_000
+    if run.iteration_limit is not None:
+        per_chain = max(1, int(run.iteration_limit * share) // chains)
+    spread = options.moves_per_sample * problem.num_samples
+    if per_chain is not None:
+        spread = min(spread, per_chain // 2)
+    generators = run.rng.spawn(chains)
+    begin = run.time()
+
+    def chain(k: int) -> BlockLoads | None:
+        until = begin + seconds * (k // threads + 1) / rounds
+        if k and run.time() >= until:
+            return None
+
+        def late() -> bool:
+            return run.stopped() or run.time() >= until
+
+        packing = level(problem, generators[k], num_proposals=spread, stopped=late)
+        if packing is None:
+            return None
+        loads = BlockLoads(tables, packing.row_of_sample, packing.dp_slot_of_sample)
+        polish(
+            loads,
+            generators[k].integers(0, 2**64, size=1, dtype=np.uint64),
+            schedule,
+            num_proposals=None if per_chain is None else per_chain - spread,
+            seconds=until - run.time() if math.isfinite(until) else math.inf,
+            clock=run.time,
+            stopped=run.stopped,
+        )
+        return loads
+
+    warm: BlockLoads | None = None
+    if run.warm_start is not None:
+        packing = run.warm_start.packing
+        warm = BlockLoads(tables, packing.row_of_sample, packing.dp_slot_of_sample)
+    if threads == 1:
+        found = [chain(k) for k in range(chains)]
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            found = list(pool.map(chain, range(chains)))
+    candidates = [loads for loads in (warm, *found) if loads is not None]
+    return min(candidates, key=lambda loads: loads.best_levels) if candidates else None
+
+
+def warm_up() -> None:
+    """Compile the kernels, or load them from numba's cache, before time matters."""
+    problem = Problem.from_arrays([3, 3, 2, 2], capacity=8, ep_size=1, dp_size=2, cost=_warm_cost(), num_rows=1)
+    level(problem, np.random.default_rng(0), num_proposals=8)
+
+
+def _warm_cost() -> Any:
+    from fractions import Fraction
+
+    from routepack_opt.cost import CostModel, OperatorClass
+
+    return CostModel((OperatorClass("tokens", Fraction(1), Fraction(0)),))
