@@ -36,6 +36,7 @@ BUILT_IN: dict[str, str] = {
     "randomized_best_fit": "routepack_opt.solvers.seeds:RandomizedBestFit",
     "edp_aware_pair": "routepack_opt.solvers.seeds:EdpAwarePair",
     "annealing": "routepack_opt.solvers.annealing:Annealing",
+    "leveling": "routepack_opt.solvers.leveling:Leveling",
     "replacing": "routepack_opt.solvers.replacing:Replacing",
     "alternating": "routepack_opt.solvers.alternating:Alternating",
     "cpsat": "routepack_opt.solvers.cpsat:CpSat",
