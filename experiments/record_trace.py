@@ -561,7 +561,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokens=options.steps * options.rows * options.row_length,
         first_loss=losses[0],
         last_loss=float(np.mean(losses[-25:])),
-        num_samples=len(lengths),
+        contents=f"{len(lengths)} samples, {lengths.sum()} tokens, top-{config.top_k} of {config.num_experts} experts, "
+        f"{config.num_layers} layers",
         groups=options.groups,
         group_size=options.group_size,
         num_layers=config.num_layers,
@@ -570,7 +571,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         hidden=config.hidden_size,
         inner=config.expert_size,
         balance=config.balance_weight,
-        total=int(lengths.sum()),
         capped=int((lengths == options.max_length).sum()),
         max_length=options.max_length,
         capacity=capacity,
@@ -628,7 +628,7 @@ rollout trace, not a sample of a production model.
 
 | file | holds |
 |---|---|
-| `tiny_moe_trace.npz` | a problem file: {num_samples} samples, {total} tokens, top-{top_k} of {num_experts} experts, {num_layers} layers |
+| `tiny_moe_trace.npz` | a problem file: {contents} |
 | `tiny_moe_trace_ids.npz` | raw ids of a few of them: `ids` uint8 [T, L, K], `offsets`, `samples` |
 
 ## How it was made
@@ -675,7 +675,7 @@ histograms of a layer, mean over layers. gpt-oss-20b: 703 samples of public per-
 
 The control is the same model at its initial weights, reading the same bytes: whatever it shows
 comes from the bytes and the architecture, not from learned specialisation. Only what exceeds it
-may be called learned.
+may be called learned. Each column is one seed.
 
 {claims}
 
