@@ -32,6 +32,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
+import json
 import math
 import platform
 from collections.abc import Callable, Sequence
@@ -43,7 +45,7 @@ import numpy.typing as npt
 from tqdm.auto import tqdm
 
 import routepack_opt
-from routepack_opt import files, metrics, planning, simulation
+from routepack_opt import files, metrics, planning, registry, simulation
 from routepack_opt.problem import Cluster, Problem
 from routepack_opt.synthetic import LengthModel, RoutingModel, family_parameters, generate
 
@@ -92,10 +94,19 @@ def draw(preset: str, noise: str, step: int, skew: float) -> Problem:
     return Problem.from_batch(batch, capacity=values["capacity"], cluster=cluster, cost=values["cost"])
 
 
+def parameters(planner: str) -> list[dict[str, Any]]:
+    """All parameters of a planner's components, defaults included: a run with other ones is run again."""
+    built = registry.parse(planner)
+    parts = built if isinstance(built, tuple) else (built,)
+    plain: list[dict[str, Any]] = json.loads(json.dumps([dataclasses.asdict(part) for part in parts]))
+    return plain
+
+
 def run(problem: Problem, planner: str, limits: dict[str, Any]) -> Record:
     """One planner on one step; a planner that finds nothing says why."""
     result = planning.solve(problem, planner, num_threads=1, progress=False, **limits)
-    record: Record = {"status": result.status.value, "reason": result.reason, "stages": dict(result.trace.stages)}
+    record: Record = {"parameters": parameters(planner), "status": result.status.value, "reason": result.reason}
+    record["stages"] = dict(result.trace.stages)
     if result.plan is not None and result.score is not None:
         record["score"] = result.score.to_dict()
         record["step_time"] = simulation.simulate(problem, result.plan).step_time
@@ -126,7 +137,11 @@ def collect(
                     f"{path} was made with settings {saved.get('settings')}, asked for are {settings}: "
                     "choose another --out"
                 )
-        missing = [planner for planner in planners if planner not in saved["planners"]]
+        missing = [
+            planner
+            for planner in planners
+            if saved["planners"].get(planner, {}).get("parameters") != parameters(planner)
+        ]
         if missing:
             path.parent.mkdir(parents=True, exist_ok=True)
             problem = draw(preset, noise, step, skew)

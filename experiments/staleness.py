@@ -26,13 +26,15 @@ old placement loses a third or more at once.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from routepack_opt import files, metrics, planning
+from routepack_opt import files, metrics, planning, registry
 from routepack_opt.cost import CostModel, OperatorClass, rational
 from routepack_opt.plan import Placement, Plan
 from routepack_opt.problem import Cluster, Problem
@@ -113,14 +115,22 @@ def main() -> None:
         parser.error("--steps and --iteration-limit must be at least 1")
     folder = arguments.out / arguments.family
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"iteration_limit": arguments.iteration_limit}
+    # All parameters, so that rows made with other defaults are not mixed in.
+    settings = json.loads(
+        json.dumps(
+            {
+                "iteration_limit": arguments.iteration_limit,
+                "planner": [dataclasses.asdict(part) for part in registry.parse("lpt+annealing")],
+            }
+        )
+    )
     steps = []
     for step in tqdm(range(FIRST, FIRST + arguments.steps), unit="step", leave=False):
         path = folder / f"step-{step:03d}.json"
         if path.exists():
             saved = files.read_json(path, what="step")
             if saved.get("schema") != SCHEMA or saved.get("settings") != settings:
-                raise SystemExit(f"{path} was made with other settings ({saved.get('settings')}): choose another --out")
+                raise SystemExit(f"{path} was made with other settings: choose another --out, or remove it")
         else:
             rows = run_step(arguments.family, step, arguments.iteration_limit)
             saved = {"schema": SCHEMA, "settings": settings, "rows": rows}

@@ -102,7 +102,7 @@ def test_runs_of_other_settings_are_refused(tables: ModuleType, tmp_path: Path) 
     path = tmp_path / "runs" / "tiny-low-skew1" / "step-000.json"
     path.parent.mkdir(parents=True)
     settings = {"noise": "low", "skew": 1.0, "iteration_limit": 5}
-    record = {"step_time": 1.0}
+    record = {"step_time": 1.0, "parameters": tables.parameters("lpt+ffd")}
     files.write_json(path, {"schema": tables.SCHEMA, "settings": settings, "planners": {"lpt+ffd": record}})
     found = tables.collect(tmp_path, ["tiny"], "low", 1, 1.0, ["lpt+ffd"], {"iteration_limit": 5})
     assert found == {"tiny": [{"lpt+ffd": record}]}
