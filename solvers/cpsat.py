@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from routepack_opt.errors import Faults, InvalidInputError
-from routepack_opt.plan import Packing, Placement, Plan
+from routepack_opt.errors import InvalidInputError
 from routepack_opt.problem import Problem
 from routepack_opt.result import Limit
-from routepack_opt.solver import Run, Solver
-from routepack_opt.solvers.formulation import LinearModel, Redundancy, joint_model, packing_model
-from routepack_opt.solvers.levels import Budget, Outcome, place_by_layer, solve_levels
+from routepack_opt.solver import Run
+from routepack_opt.solvers.formulation import LinearModel
+from routepack_opt.solvers.levels import Budget, LevelSolver, Outcome
 
 __all__ = ["CpSat"]
 
@@ -31,33 +30,17 @@ _POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class CpSat(Solver):
+class CpSat(LevelSolver):
     """Exact by CP-SAT: packing, placement, or both at once.
 
     One iteration is a millisecond of CP-SAT's deterministic time. Under an
     iteration limit one worker searches, whatever the number of threads, so that
     the result is reproducible.
 
-    Parameters
-    ----------
-    symmetry, rank_sums, window_loads, attention_averages, area_bounds : bool
-        What the model holds beyond a correct formulation; see
-        :class:`routepack_opt.solvers.formulation.Redundancy`.
-    level_share : float
-        Share of the remaining budget that a level may use, in (0, 1); the last
-        level may use all of it.
+    The parameters are those of :class:`routepack_opt.solvers.levels.LevelSolver`.
     """
 
-    symmetry: bool = True
-    rank_sums: bool = True
-    window_loads: bool = True
-    attention_averages: bool = True
-    area_bounds: bool = True
-    level_share: float = 0.7
     name: ClassVar[str] = "cpsat"
-
-    def __post_init__(self) -> None:
-        check_parameters(self, "cpsat")
 
     def available(self) -> str | None:
         """Why CP-SAT cannot run here."""
@@ -76,47 +59,9 @@ class CpSat(Solver):
             )
         return None
 
-    def place(self, problem: Problem, packing: Packing | None, run: Run) -> Placement | None:
-        """Place experts for the window load, or for the blocks of ``packing``."""
-        return place_by_layer(problem, packing, run, _Engine, redundancy_of(self))
-
-    def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
-        """Pack samples for a fixed placement."""
-        if run.stopped() and run.warm_start is None:
-            return None
-        model = packing_model(problem, placement, redundancy_of(self))
-        plan = solve_levels(model, _Engine(model.linear), run, level_share=self.level_share)
-        return None if plan is None else plan.packing
-
-    def plan(self, problem: Problem, run: Run) -> Plan | None:
-        """Choose placement and packing in one model."""
-        if run.stopped() and run.warm_start is None:
-            return None
-        model = joint_model(problem, redundancy_of(self))
-        return solve_levels(model, _Engine(model.linear), run, level_share=self.level_share)
-
-
-def check_parameters(solver: Any, context: str) -> None:
-    """Refuse flags that are no booleans and a share outside (0, 1), all faults at once."""
-    faults = Faults()
-    for name in ("symmetry", "rank_sums", "window_loads", "attention_averages", "area_bounds"):
-        if not isinstance(getattr(solver, name), bool):
-            faults.add(f"{name} is {getattr(solver, name)!r}; it must be True or False")
-    share = solver.level_share
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-        faults.add(f"level_share is {share!r}; it must be in (0, 1)")
-    faults.raise_if_any(context)
-
-
-def redundancy_of(solver: Any) -> Redundancy:
-    """The formulation flags of a component."""
-    return Redundancy(
-        symmetry=solver.symmetry,
-        rank_sums=solver.rank_sums,
-        window_loads=solver.window_loads,
-        attention_averages=solver.attention_averages,
-        area_bounds=solver.area_bounds,
-    )
+    def make_engine(self, linear: LinearModel) -> _Engine:
+        """Build the CP-SAT model of a linear model."""
+        return _Engine(linear)
 
 
 class _Engine:
@@ -188,7 +133,7 @@ class _Engine:
         variables = self._variables
         errors: list[BaseException] = []
 
-        class Watch(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
+        class Watch(cp_model.CpSolverSolutionCallback):
             def on_solution_callback(self) -> None:
                 try:
                     on_solution([self.value(handle) for handle in variables])

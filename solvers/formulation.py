@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import gcd
 
 import numpy as np
@@ -259,11 +260,11 @@ class PackingModel:
         for i in range(problem.num_samples):
             values[self._cells[i, int(rows[i]), int(slots[i])]] = 1
         for (s, r, g), (variable, factor) in self._attention.items():
-            work = [
+            cells = [
                 int(problem.attention_work[s, (rows == r) & (slots == slot)].sum()) // factor
                 for slot in problem.shards[g]
             ]
-            values[variable] = max(work)
+            values[variable] = max(cells)
         load = fixed.rank_load(problem)
         for (layer, r, g), variable in self._expert.items():
             inside = (rows == r) & (shards == g)
@@ -540,7 +541,7 @@ def _precedence(
                     terms = [(1, x[i, r, d]) for d in slots]
                     terms += [(-1, x[j, r - 1, d]) for j in before for d in slots]
                     linear.add(f"row_order_{i}_{r}_{g}", terms, "<=", 0)
-                for previous, d in zip(slots, slots[1:], strict=False):
+                for previous, d in pairwise(slots):
                     if problem.equal_samples_per_slot:
                         if r == 0:
                             terms = [(1, x[i, row, d]) for row in rows]

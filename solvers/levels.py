@@ -8,6 +8,7 @@ only while no evaluated plan refutes it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,20 +21,32 @@ from numba import njit
 
 from routepack_opt.arrays import IntArray
 from routepack_opt.bounds import placement_bound
-from routepack_opt.errors import InvalidInputError
+from routepack_opt.errors import Faults, InvalidInputError
 from routepack_opt.plan import Packing, Placement, Plan
 from routepack_opt.problem import Problem
 from routepack_opt.result import Limit
 from routepack_opt.score import LEVELS, evaluate, violations
-from routepack_opt.solver import AGGREGATE_LEVEL, BLOCK_LEVEL, Run
+from routepack_opt.solver import AGGREGATE_LEVEL, BLOCK_LEVEL, Run, Solver
 from routepack_opt.solvers.formulation import (
     LinearModel,
     PackingModel,
+    PlacementModel,
     Redundancy,
+    joint_model,
+    packing_model,
     placement_model,
 )
 
-__all__ = ["Budget", "Engine", "Outcome", "block_loads", "place_by_layer", "solve_levels", "start_ranks"]
+__all__ = [
+    "Budget",
+    "Engine",
+    "LevelSolver",
+    "Outcome",
+    "block_loads",
+    "place_by_layer",
+    "solve_levels",
+    "start_ranks",
+]
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +105,76 @@ class Engine(Protocol):
         on_bound: Callable[[float], None],
     ) -> Outcome:
         """Minimise a variable; hand every solution found to ``on_solution``, in the order of the model's variables."""
+
+
+@dataclass(frozen=True)
+class LevelSolver(Solver):
+    """Packer, placer and joint planner on the shared models; a backend adds its engine.
+
+    Parameters
+    ----------
+    symmetry, rank_sums, window_loads, attention_averages, area_bounds : bool
+        What the model holds beyond a correct formulation; see
+        :class:`routepack_opt.solvers.formulation.Redundancy`.
+    level_share : float
+        Share of the remaining budget that a level may use, in (0, 1); the last
+        level may use all of it.
+    """
+
+    symmetry: bool = True
+    rank_sums: bool = True
+    window_loads: bool = True
+    attention_averages: bool = True
+    area_bounds: bool = True
+    level_share: float = 0.7
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        for flag in dataclasses.fields(self):
+            value = getattr(self, flag.name)
+            if isinstance(flag.default, bool) and not isinstance(value, bool):
+                faults.add(f"{flag.name} is {value!r}; it must be True or False")
+        share = self.level_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+            faults.add(f"level_share is {share!r}; it must be in (0, 1)")
+        self._check(faults)
+        faults.raise_if_any(self.name)
+
+    def _check(self, faults: Faults) -> None:
+        """Add faults of further parameters."""
+
+    def make_engine(self, linear: LinearModel) -> Engine:
+        """Build an engine for a model."""
+        raise NotImplementedError
+
+    def place(self, problem: Problem, packing: Packing | None, run: Run) -> Placement | None:
+        """Place experts for the window load, or for the blocks of ``packing``."""
+        return place_by_layer(problem, packing, run, self.make_engine, self._redundancy)
+
+    def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
+        """Pack samples for a fixed placement."""
+        if run.stopped() and run.warm_start is None:
+            return None
+        model = packing_model(problem, placement, self._redundancy)
+        plan = solve_levels(model, self.make_engine(model.linear), run, level_share=self.level_share)
+        return None if plan is None else plan.packing
+
+    def plan(self, problem: Problem, run: Run) -> Plan | None:
+        """Choose placement and packing in one model."""
+        if run.stopped() and run.warm_start is None:
+            return None
+        model = joint_model(problem, self._redundancy)
+        return solve_levels(model, self.make_engine(model.linear), run, level_share=self.level_share)
+
+    @property
+    def _redundancy(self) -> Redundancy:
+        return Redundancy(
+            symmetry=self.symmetry,
+            rank_sums=self.rank_sums,
+            window_loads=self.window_loads,
+            attention_averages=self.attention_averages,
+            area_bounds=self.area_bounds,
+        )
 
 
 def solve_levels(
@@ -210,12 +293,14 @@ def solve_levels(
 def block_loads(problem: Problem, packing: Packing | None) -> IntArray:
     """Load of every expert in the window (one block) or in each block of a packing, int64 [B, L, E]."""
     if packing is None:
-        return problem.counts.sum(axis=0, dtype=np.int64)[None]
+        window: IntArray = problem.counts.sum(axis=0, dtype=np.int64)[None]
+        return window
     blocks = packing.row_of_sample * problem.num_shards + problem.shard_of_slot[packing.dp_slot_of_sample]
     out = np.zeros((problem.num_rows * problem.num_shards, problem.num_layers, problem.num_experts), dtype=np.int64)
     for i, block in enumerate(blocks.tolist()):
         out[block] += problem.counts[i]
-    return out[out.reshape(len(out), -1).any(axis=1)]
+    used: IntArray = out[out.reshape(len(out), -1).any(axis=1)]
+    return used
 
 
 @njit(cache=True, nogil=True)
@@ -346,7 +431,12 @@ def place_by_layer(
         engine.tighten(model.objective, values[layer] // model.unit)
         share = 1.0 / (len(left) - position)
 
-        def read(assignment: Sequence[float], layer: int = layer, load: IntArray = load) -> None:
+        def read(
+            assignment: Sequence[float],
+            model: PlacementModel = model,
+            layer: int = layer,
+            load: IntArray = load,
+        ) -> None:
             found = model.ranks(assignment)
             if (np.bincount(found, minlength=ep_size) != problem.num_experts // ep_size).any():
                 return

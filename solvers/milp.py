@@ -31,12 +31,10 @@ from typing import Any, ClassVar
 
 from routepack_opt.errors import Faults
 from routepack_opt.highs import silent_highs
-from routepack_opt.plan import Packing, Placement, Plan
-from routepack_opt.problem import Problem
 from routepack_opt.result import Limit
-from routepack_opt.solver import Run, Solver
-from routepack_opt.solvers.formulation import LinearModel, Redundancy, joint_model, packing_model
-from routepack_opt.solvers.levels import Budget, Outcome, place_by_layer, solve_levels
+from routepack_opt.solver import Run
+from routepack_opt.solvers.formulation import LinearModel
+from routepack_opt.solvers.levels import Budget, LevelSolver, Outcome
 
 __all__ = ["Milp"]
 
@@ -49,7 +47,7 @@ _FEASIBILITY = re.compile(r"(assign|capacity|filled|equal|shard_order|row_order|
 
 
 @dataclass(frozen=True)
-class Milp(Solver):
+class Milp(LevelSolver):
     """Exact by mixed-integer programming, as far as floating-point tolerances reach.
 
     One iteration is a branch-and-bound node. A stop takes effect at once with
@@ -63,35 +61,17 @@ class Milp(Solver):
     relaxation : bool
         Solve only the linear relaxation: its bound on the first level is
         claimed, and the warm start (if any) is returned.
-    symmetry, rank_sums, window_loads, attention_averages, area_bounds : bool
-        What the model holds beyond a correct formulation; see
-        :class:`routepack_opt.solvers.formulation.Redundancy`.
-    level_share : float
-        Share of the remaining budget that a level may use, in (0, 1); the last
-        level may use all of it.
+    symmetry, rank_sums, window_loads, attention_averages, area_bounds, level_share
+        See :class:`routepack_opt.solvers.levels.LevelSolver`.
     """
 
     engine: str = "highs"
     relaxation: bool = False
-    symmetry: bool = True
-    rank_sums: bool = True
-    window_loads: bool = True
-    attention_averages: bool = True
-    area_bounds: bool = True
-    level_share: float = 0.7
     name: ClassVar[str] = "milp"
 
-    def __post_init__(self) -> None:
-        faults = Faults()
+    def _check(self, faults: Faults) -> None:
         if not isinstance(self.engine, str) or not self.engine:
             faults.add(f"engine is {self.engine!r}; it must be 'highs', 'cbc' or the name of a PuLP solver")
-        for flag in ("relaxation", "symmetry", "rank_sums", "window_loads", "attention_averages", "area_bounds"):
-            if not isinstance(getattr(self, flag), bool):
-                faults.add(f"{flag} is {getattr(self, flag)!r}; it must be True or False")
-        share = self.level_share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-            faults.add(f"level_share is {share!r}; it must be in (0, 1)")
-        faults.raise_if_any("milp")
 
     def available(self) -> str | None:
         """Why the engine cannot run here."""
@@ -108,37 +88,9 @@ class Milp(Solver):
         available = pulp.listSolvers(onlyAvailable=True)
         return None if any(name in available for name in names) else f"PuLP cannot find {self.engine!r} here"
 
-    def place(self, problem: Problem, packing: Packing | None, run: Run) -> Placement | None:
-        """Place experts for the window load, or for the blocks of ``packing``."""
-        return place_by_layer(problem, packing, run, self._make_engine, self._redundancy)
-
-    def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
-        """Pack samples for a fixed placement."""
-        if run.stopped() and run.warm_start is None:
-            return None
-        model = packing_model(problem, placement, self._redundancy)
-        plan = solve_levels(model, self._make_engine(model.linear), run, level_share=self.level_share)
-        return None if plan is None else plan.packing
-
-    def plan(self, problem: Problem, run: Run) -> Plan | None:
-        """Choose placement and packing in one model."""
-        if run.stopped() and run.warm_start is None:
-            return None
-        model = joint_model(problem, self._redundancy)
-        return solve_levels(model, self._make_engine(model.linear), run, level_share=self.level_share)
-
-    def _make_engine(self, linear: LinearModel) -> _Engine:
+    def make_engine(self, linear: LinearModel) -> _Engine:
+        """Build the PuLP problem of a linear model."""
         return _Engine(linear, self.engine, self.relaxation)
-
-    @property
-    def _redundancy(self) -> Redundancy:
-        return Redundancy(
-            symmetry=self.symmetry,
-            rank_sums=self.rank_sums,
-            window_loads=self.window_loads,
-            attention_averages=self.attention_averages,
-            area_bounds=self.area_bounds,
-        )
 
 
 def _engine_names(engine: str) -> tuple[str, ...]:
@@ -302,14 +254,14 @@ class _Engine:
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return Outcome(None, True, None)
         if self._relaxation:
-            limit = run.limit_reached() or (Limit.EXHAUSTED if optimal else Limit.TIME)
-            return Outcome(safe_bound(info.objective_function_value * scale) if optimal else None, False, limit)
+            ended = run.limit_reached() or (Limit.EXHAUSTED if optimal else Limit.TIME)
+            return Outcome(safe_bound(info.objective_function_value * scale) if optimal else None, False, ended)
         nodes = max(float(info.mip_node_count), 0.0)
         found = solver.getSolution()
         if found.value_valid:
             on_solution(self._values([found.col_value[position] for position in column]))
         bound = float(info.mip_dual_bound)
-        limit = None
+        limit: Limit | None = None
         if not optimal:
             limit = run.limit_reached() or (
                 Limit.ITERATIONS if status == highspy.HighsModelStatus.kSolutionLimit else Limit.TIME
