@@ -64,7 +64,11 @@ def test_remapped_ids_count_to_the_slots() -> None:
     assert np.array_equal(placement.inverse().remap(mapped), ids)
     wide = Placement.contiguous(1, 512, ep_size=2).remap(np.array([[[255]]], dtype=np.uint8))
     assert wide.dtype == np.int32
-    for bad, message in (([[[4, 0], [0, 1]]], "id 4"), ([[[0, 1]]], r"\[\.\.\., 2, K\]"), ([[[0.5, 1], [1, 2]]], "dtype")):
+    for bad, message in (
+        ([[[4, 0], [0, 1]]], "id 4"),
+        ([[[0, 1]]], r"\[\.\.\., 2, K\]"),
+        ([[[0.5, 1], [1, 2]]], "dtype"),
+    ):
         with pytest.raises(InvalidInputError, match=message):
             placement.remap(np.array(bad))
 
