@@ -603,7 +603,9 @@ class Sensitivity:
     total, exposed : ndarray of float64, shape [K]
         T_target and the delay by planning.
     slack : ndarray of float64, shape [K]
-        Slack of planning; negative where it is exposed.
+        What planning may take longer without delaying admission: of the varied stage
+        if it is one of planning, else the least of all planning stages. Where
+        planning is exposed, −``exposed``.
     """
 
     stage: str
@@ -643,10 +645,15 @@ def sensitivity(stages: Stages | JointStages, stage: str, seconds: npt.ArrayLike
     durations = stages._durations()
     varied = [type(stages)(**{**durations, stage: float(value)}) for value in values]
     schedules = [one.schedule() for one in varied]
+    watched = [stage] if stage in stages._planning else list(stages._planning)
+
+    def slack(schedule: Schedule) -> float:
+        return min(schedule.task(name).slack for name in watched)
+
     return Sensitivity(
         stage=stage,
         seconds=read_only(values),
         total=read_only(np.array([one.total for one in schedules])),
         exposed=read_only(np.array([one.exposed for one in schedules])),
-        slack=read_only(np.array([one.slack for one in varied])),
+        slack=read_only(np.array([-one.exposed if one.exposed > 0 else slack(one) for one in schedules])),
     )

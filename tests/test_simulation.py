@@ -287,6 +287,14 @@ def test_sensitivity_to_packing_has_its_knee_at_the_budget() -> None:
     assert result.total.tolist() == [7.5, 7.5, 8.5, 10.5]
     assert result.exposed.tolist() == [0.0, 0.0, 1.0, 3.0]
     assert result.slack.tolist() == [6.0, 0.0, -1.0, -3.0]
+    # A placement longer than the auxiliary work delays the actor although packing has slack.
+    placement = sensitivity(stages, "placement", [0.0, 4.0, 5.0])
+    assert placement.exposed.tolist() == [0.0, 0.0, 1.0]
+    assert placement.slack.tolist() == [4.0, 0.0, -1.0]
+    # Longer auxiliary work gives the placement room, up to where packing decides.
+    auxiliary = sensitivity(stages, "auxiliary", [0.0, 1.0, 3.0])
+    assert auxiliary.exposed.tolist() == [1.0, 0.0, 0.0]
+    assert auxiliary.slack.tolist() == [-1.0, 0.0, 2.0]
     with pytest.raises(InvalidInputError, match="did you mean 'packing'"):
         sensitivity(stages, "packin", [1.0])
 
