@@ -421,7 +421,6 @@ def _measured(problem: Problem, known: Problem, result: Result) -> tuple[dict[st
         "bound_method": limits[LEVELS[0]][1],
         "runtime": result.runtime,
         "stages": dict(result.trace.stages),
-        "improvements": len(result.trace.incumbents),
     }
     for k, name in enumerate(LEVELS):
         row[name] = None if score is None else score.values[k]

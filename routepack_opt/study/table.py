@@ -144,10 +144,12 @@ class StudyTable:
         """
         import pandas as pd
 
-        frame = pd.DataFrame([_flat(row) for row in self.rows])
+        flat = [_flat(row) for row in self.rows]
+        frame = pd.DataFrame(flat)
         for name in frame.columns:
             if _UNITS.search(str(name)):
-                frame[name] = pd.array([None if value != value else value for value in frame[name]], dtype="Int64")
+                # From the rows, not from the frame: a missing value there turns integers into floats.
+                frame[name] = pd.array([row.get(name) for row in flat], dtype="Int64")
         return frame
 
     def summary(self) -> pd.DataFrame:
