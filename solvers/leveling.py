@@ -46,6 +46,7 @@ FloatArray = npt.NDArray[np.float64]
 _SLICE = 16_384  # proposals of one kernel call on exact levels
 _SPREAD_SLICE = 131_072  # proposals of one kernel call on the spread: about 15 ms
 _INT32_MAX = 2**31 - 1
+_SHARD_WEIGHT = 0.1  # of the shards' ideal work beside that of cells, before squaring
 
 
 @njit(cache=True, nogil=True)
@@ -248,7 +249,7 @@ class _Levels:
         ideal = ideal + problem.batch.routed_tokens * (
             problem.top_k * problem.num_layers * problem.expert_unit / problem.ep_size
         )
-        self.share_of_shard: FloatArray = np.append(ideal[self.order] / problem.unit_denominator, 0.0)
+        self.share_of_shard: FloatArray = np.append(_SHARD_WEIGHT * ideal[self.order] / problem.unit_denominator, 0.0)
         self.lengths: IntArray = np.append(problem.aligned_lengths[self.order], 0)
         per_token = float(self.work.sum()) / float(self.lengths.sum())
         self.penalty = 10.0 * per_token**2
