@@ -68,8 +68,8 @@ class Policy:
             self.placement,
             bytes_of_expert=bytes_of_expert(
                 self.model.state_dict(),
-                placement.num_layers,
-                placement.num_experts,
+                num_layers=placement.num_layers,
+                num_experts=placement.num_experts,
                 optimizer_state=optimizer_state_by_name(self.model, self.optimizer),
                 family=EXPERT_STATE,
             ),

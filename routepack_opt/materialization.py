@@ -285,12 +285,16 @@ def _bind(
     *,
     family: str | Family,
     num_layers: int,
-    num_experts: int,
+    num_experts: int | None,
     num_held: int,
     layers: Sequence[int] | None,
     faults: Faults,
 ) -> list[_Bundle]:
-    """Find every per-expert tensor; ``num_held`` is how many experts this process holds."""
+    """Find every per-expert tensor.
+
+    ``num_held`` is how many experts this process holds, ``num_experts`` how many rows a router
+    must have, if that is known.
+    """
     chosen = _choose_family(family, list(shapes), faults)
     if chosen is None:
         return []
@@ -319,6 +323,8 @@ def _bind(
             faults.add(f"layer {layer}: experts but no router")
         for (role, layout, stem), members in found[layer].items():
             wanted = num_held if role == "expert" else num_experts
+            if wanted is None:
+                continue
             if layout == "separate":
                 if sorted(members) != list(range(wanted)):
                     missing = sorted(set(range(wanted)) - set(members))
@@ -443,6 +449,11 @@ def _check_optimizer_state(
                     faults.add(f"optimizer state {key!r} of {name} is a {type(value).__name__}; only tensors are sent")
 
 
+def _sharded(tensors: Mapping[str, Any]) -> list[str]:
+    """Names of DTensors, whose shape is that of the whole tensor though the values are elsewhere."""
+    return [name for name, tensor in tensors.items() if hasattr(tensor, "to_local")]
+
+
 def _permuted(tensor: Tensor, sources: Tensor, layout: str) -> Tensor:
     """Fresh tensor with experts in new order."""
     sources = sources.to(tensor.device)
@@ -489,7 +500,8 @@ def permute_state(
         Parameter name → entries of the optimizer, as `optimizer_state_by_name` gives them. Every
         tensor with axes must have the shape of its parameter.
     family : str or Family
-        Name patterns; ``auto`` takes the known family that recognises most names.
+        Name patterns; ``auto`` takes the known family that recognises most names. Say the family
+        of models that only differ in how they route: DeepSeek-V2's names are Qwen3-MoE's.
     layers : sequence of int, optional
         Layer number in the names of every layer of the placement; default: the layers that
         have experts, ascending.
@@ -520,6 +532,7 @@ def permute_state(
         layers=layers,
         num_routing_groups=num_routing_groups,
         optimizer_state=optimizer_state or {},
+        sharded=_sharded(state),
     )
     new_state = dict(state)
     new_optimizer_state = {name: dict(entry) for name, entry in (optimizer_state or {}).items()}
@@ -554,8 +567,10 @@ def _validated(
     layers: Sequence[int] | None,
     num_routing_groups: int | None,
     optimizer_state: OptimizerState,
+    sharded: Sequence[str],
 ) -> tuple[list[_Bundle], IntArray]:
     faults = Faults()
+    faults.extend([f"{name} is sharded over processes; use exchange on the local tensors" for name in sharded])
     old = previous or Placement.contiguous(placement.num_layers, placement.num_experts, ep_size=placement.ep_size)
     bundles = _bind(
         shapes,
@@ -676,6 +691,7 @@ def materialize(
             layers=layers,
             num_routing_groups=num_routing_groups,
             optimizer_state=held,
+            sharded=_sharded(tensors),
         )
     except InvalidInputError as error:
         faults.extend(error.faults)
@@ -769,9 +785,9 @@ def _pieces(
 
 def bytes_of_expert(
     state: Mapping[str, Tensor],
+    *,
     num_layers: int,
     num_experts: int,
-    *,
     optimizer_state: OptimizerState | None = None,
     family: str | Family = "auto",
     layers: Sequence[int] | None = None,
@@ -799,17 +815,11 @@ def bytes_of_expert(
     _require_torch()
     faults = Faults()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    held_by_router = {
-        shape[0]
-        for name, shape in shapes.items()
-        for chosen in [_choose_family(family, list(shapes), Faults())]
-        if chosen is not None and shape and any(p.role == "router" and p.match(name) for p in chosen.patterns)
-    }
     bundles = _bind(
         shapes,
         family=family,
         num_layers=num_layers,
-        num_experts=max(held_by_router, default=num_experts),
+        num_experts=None,
         num_held=num_experts,
         layers=layers,
         faults=faults,
@@ -945,18 +955,17 @@ def exchange(
             elif move.to_rank == rank:
                 expected[move.from_rank].append(views[move.to_slot % num_held])
     peers = [r if group is None else dist.get_global_rank(group, r) for r in range(world)]
-    requests: list[tuple[Any, Tensor]] = []
+    operations: list[Any] = []
     buffers: dict[int, Tensor] = {}
     for shift in range(1, world):
         to_rank, from_rank = (rank + shift) % world, (rank - shift) % world
         if to_rank in sends:
-            message = torch.cat(sends[to_rank])
-            requests.append((dist.isend(message, peers[to_rank], group=group), message))
+            operations.append(dist.P2POp(dist.isend, torch.cat(sends[to_rank]), peers[to_rank], group))
         if from_rank in expected:
             num_bytes = sum(view.numel() * view.element_size() for view in expected[from_rank])
             buffers[from_rank] = torch.empty(num_bytes, dtype=torch.uint8, device=expected[from_rank][0].device)
-            requests.append((dist.irecv(buffers[from_rank], peers[from_rank], group=group), buffers[from_rank]))
-    for request, _ in requests:
+            operations.append(dist.P2POp(dist.irecv, buffers[from_rank], peers[from_rank], group))
+    for request in dist.batch_isend_irecv(operations) if operations else []:
         request.wait()
     for from_rank, views in expected.items():
         start = 0

@@ -552,6 +552,18 @@ def test_shared_tensors_are_refused() -> None:
         materialize(model, random_placement(0, num_layers=1, num_experts=4, ep_size=2))
 
 
+def test_sharded_tensors_are_refused() -> None:
+    class Sharded(torch.Tensor):
+        def to_local(self) -> None:
+            raise AssertionError
+
+    state = state_of("mixtral")
+    name = "model.layers.3.block_sparse_moe.gate.weight"
+    state[name] = state[name].as_subclass(Sharded)
+    with pytest.raises(InvalidInputError, match=r"layers\.3.* is sharded over processes"):
+        permute_state(state, random_placement(0, num_experts=4, ep_size=2))
+
+
 def test_a_missing_torch_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingExtraError, match=r"routepack-opt\[torch\]"):
@@ -562,9 +574,11 @@ def test_bytes_of_an_expert() -> None:
     trainer = Trainer(torch.float32)
     kept = optimizer_state_by_name(trainer.model, trainer.optimizer)
     numbers = (2 * 8) * 16 + 2 * 8 + 16 * 8 + 16
-    sizes = bytes_of_expert(trainer.model.state_dict(), 2, 8, family=FAMILY)
+    sizes = bytes_of_expert(trainer.model.state_dict(), num_layers=2, num_experts=8, family=FAMILY)
     assert sizes.tolist() == [4 * numbers] * 2
-    sizes = bytes_of_expert(trainer.model.state_dict(), 2, 8, optimizer_state=kept, family=FAMILY)
+    sizes = bytes_of_expert(
+        trainer.model.state_dict(), num_layers=2, num_experts=8, optimizer_state=kept, family=FAMILY
+    )
     assert sizes.tolist() == [3 * 4 * numbers] * 2
 
 
@@ -621,8 +635,12 @@ def run_rank(rank: int, world: int, folder: str) -> None:
             for name, entry in wanted_moments.items():
                 for key, value in entry.items():
                     assert torch.equal(moments[name][key], value), (name, key)
-            sizes = bytes_of_expert(state, 2, 8, optimizer_state=kept, family=FAMILY)
+            sizes = bytes_of_expert(state, num_layers=2, num_experts=8, optimizer_state=kept, family=FAMILY)
             assert moves.total_bytes == transfers(placement, previous, bytes_of_expert=sizes).total_bytes
+            held = bytes_of_expert(
+                local, num_layers=2, num_experts=8 // ep_size, optimizer_state=moments, family=FAMILY
+            )
+            assert held.tolist() == sizes.tolist()
 
     # A fault of one rank, and a disagreement, reach every rank before anything is sent.
     local = shard(state, LOGICAL, rank)
