@@ -252,49 +252,41 @@ def differencing(
     UCB/CSD 82/113, 1982; W. Michiels et al., "Performance ratios of the
     Karmarkar-Karp differencing method", J. Comb. Optim. 13 (2007) 19-32.
     """
-    # A state lists its non-empty sets as (sum, smallest item, items), largest sum first.
-    State = list[tuple[int, int, Bin]]
-
-    def key(entry: tuple[int, int, Bin]) -> tuple[int, int]:
-        return (-entry[0], entry[1])
-
-    states: list[State] = []
+    # A state: minus its spread, its smallest item, and its non-empty sets (minus sum, smallest item, items), largest
+    # first. Smallest items are unique, so that tuples of sets sort without ever comparing lists.
+    Sets = list[tuple[int, int, Bin]]
+    heap: list[tuple[int, int, Sets]] = []
     items = sorted(range(len(work)), key=lambda item: (work[item], item))
     if equal_size:
         if len(items) % num_sets:
             raise ValueError(f"{len(items)} items do not split into {num_sets} sets of equal size")
         for start in range(0, len(items), num_sets):
-            group = [(int(work[item]), item, [item]) for item in items[start : start + num_sets]]
-            states.append(sorted(group, key=key))
+            group = items[start : start + num_sets]
+            sets: Sets = sorted((-int(work[item]), item, [item]) for item in group)
+            heap.append((sets[0][0] - sets[-1][0], min(group), sets))
     else:
-        states = [[(int(work[item]), item, [item])] for item in items]
-
-    def entry(state: State) -> tuple[int, int, State]:
-        spread = state[0][0] - (state[-1][0] if len(state) == num_sets else 0)
-        return (-spread, min(part[1] for part in state), state)
-
-    heap = [entry(state) for state in states]
+        for item in items:
+            own = -int(work[item])
+            heap.append((own if num_sets > 1 else 0, item, [(own, item, [item])]))
     heapq.heapify(heap)
-    step = 0
     while len(heap) > 1:
-        step += 1
-        if step % 64 == 0 and stopped():
+        if stopped():
             return None
-        first = heapq.heappop(heap)[2]
-        second = heapq.heappop(heap)[2]
-        merged: State = []
+        _, least, first = heapq.heappop(heap)
+        _, other, second = heapq.heappop(heap)
         # In a layout of num_sets places the second state lies reversed: its j-th largest at place num_sets - 1 - j.
         overlap = max(0, len(first) + len(second) - num_sets)
-        merged.extend(first[: len(first) - overlap])
+        merged = first[: len(first) - overlap]
         for j in range(overlap):
             a = first[len(first) - overlap + j]
             b = second[len(second) - 1 - j]
             merged.append((a[0] + b[0], min(a[1], b[1]), a[2] + b[2]))
-        merged.extend(second[: len(second) - overlap])
-        merged.sort(key=key)
-        heapq.heappush(heap, entry(merged))
-    sets = [sorted(part[2]) for part in heap[0][2]] if heap else []
-    return sets + [[] for _ in range(num_sets - len(sets))]
+        merged += second[: len(second) - overlap]
+        merged.sort()
+        spread = merged[0][0] - (merged[-1][0] if len(merged) == num_sets else 0)
+        heapq.heappush(heap, (spread, min(least, other), merged))
+    found = [sorted(part[2]) for part in heap[0][2]] if heap else []
+    return found + [[] for _ in range(num_sets - len(found))]
 
 
 def least_loaded(lengths: IntArray, capacity: int, num_bins: int) -> tuple[list[Bin], int | None]:
@@ -463,15 +455,17 @@ _DEALS_BINS = "it deals bins to slots, however many samples they hold"
 
 
 def _mean_work(problem: Problem) -> list[int]:
-    """Work of each sample if experts were perfectly balanced, scaled by P to stay an integer.
+    """Work of each sample if experts were perfectly balanced, scaled to integers whose sum is below 2⁶².
 
     Σ_s attention work · P + expert unit · K · L · M_i: what a cost model that knows the
     architecture but no routing would charge.
     """
-    attention = problem.attention_work.sum(axis=0) if len(problem.attention_work) else np.zeros(problem.num_samples)
     expert = problem.expert_unit * problem.top_k * problem.num_layers
+    attention = problem.attention_work.sum(axis=0, dtype=np.int64).tolist() or [0] * problem.num_samples
     routed = problem.batch.routed_tokens.tolist()
-    return [problem.ep_size * int(a) + expert * int(m) for a, m in zip(attention.tolist(), routed, strict=True)]
+    work = [problem.ep_size * a + expert * m for a, m in zip(attention, routed, strict=True)]
+    excess = max(0, sum(work).bit_length() - 62)
+    return [w >> excess for w in work]
 
 
 def _flag(faults: Faults, name: str, value: object) -> None:
@@ -960,40 +954,44 @@ class KkSwap(Solver):
 
 
 def _swap_bins(slots: list[Bin], cost: Sequence[int], *, max_swaps: int, stopped: Callable[[], bool]) -> int:
-    """Swap bins between the costliest slot and others while (largest, largest − smallest) falls; count the swaps."""
-    total = [sum(cost[index] for index in mine) for mine in slots]
+    """Swap bins between the costliest slot and others while (largest, largest − smallest) falls; count the swaps.
+
+    All slots hold equally many bins. The best swap is made, the first of equal
+    ones by (other slot, bin of the costliest, bin of the other).
+    """
+    bins = np.array(slots, dtype=np.int64)  # [D, bins a slot]
+    costs = np.array(cost, dtype=np.int64)[bins]
+    total = costs.sum(axis=1)
+    num_slots = len(slots)
     swaps = 0
-    while swaps < max_swaps and len(slots) > 1 and not stopped():
-        high = max(range(len(slots)), key=lambda d: (total[d], -d))
-        current = (total[high], total[high] - min(total))
-        best = None
-        # Largest and smallest of the slots a swap leaves alone: from the three extremes of each kind.
-        ranked = sorted(range(len(slots)), key=lambda d: (-total[d], d))
-        for low in range(len(slots)):
-            if low == high:
-                continue
-            if stopped():
-                return swaps
-            others = [d for d in (*ranked[:3], *ranked[-3:]) if d not in (high, low)]
-            top = max((total[d] for d in others), default=0)
-            bottom = min((total[d] for d in others), default=total[high] + total[low])
-            for a, mine in enumerate(slots[high]):
-                for b, theirs in enumerate(slots[low]):
-                    shift = cost[mine] - cost[theirs]
-                    if shift <= 0:
-                        continue
-                    one, two = total[high] - shift, total[low] + shift
-                    largest = max(one, two, top)
-                    value = (largest, largest - min(one, two, bottom))
-                    if value < current and (best is None or value < best[0]):
-                        best = (value, low, a, b, shift)
-        if best is None:
+    while swaps < max_swaps and num_slots > 1 and bins.shape[1] and not stopped():
+        high = int(total.argmax())
+        current = (int(total[high]), int(total[high] - total.min()))
+        # Largest and smallest total among the slots that a swap of high and low leaves alone.
+        rest = np.delete(np.arange(num_slots), high)
+        others = total[rest]
+        order = np.argsort(others, kind="stable")
+        top = np.full(num_slots - 1, others[order[-1]])
+        bottom = np.full(num_slots - 1, others[order[0]])
+        alone = num_slots == 2
+        top[order[-1]] = -1 if alone else others[order[-2]]
+        bottom[order[0]] = total[high] if alone else others[order[1]]
+        shift = costs[high][None, :, None] - costs[rest][:, None, :]  # [others, bins of high, bins of other]
+        one, two = total[high] - shift, others[:, None, None] + shift
+        largest = np.maximum(np.maximum(one, two), top[:, None, None])
+        spread = largest - np.minimum(np.minimum(one, two), bottom[:, None, None])
+        least = largest.min()
+        flat = np.where(largest == least, spread, np.iinfo(np.int64).max).ravel()
+        best = int(flat.argmin())
+        if (int(least), int(flat[best])) >= current:
             break
-        _, low, a, b, shift = best
-        slots[high][a], slots[low][b] = slots[low][b], slots[high][a]
-        total[high] -= shift
-        total[low] += shift
+        low, a, b = (int(k) for k in np.unravel_index(best, shift.shape))
+        low = int(rest[low])
+        for table in (bins, costs):
+            table[high, a], table[low, b] = table[low, b], table[high, a]
+        total = costs.sum(axis=1)
         swaps += 1
+    slots[:] = bins.tolist()
     return swaps
 
 
