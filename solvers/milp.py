@@ -19,6 +19,7 @@ engines only a solution status of optimal is believed.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import re
 import tempfile
@@ -37,6 +38,8 @@ from routepack_opt.solvers.formulation import LinearModel
 from routepack_opt.solvers.levels import Budget, LevelSolver, Outcome
 
 __all__ = ["Milp"]
+
+log = logging.getLogger(__name__)
 
 #: What an engine's objective may be off, relative to max(1, |objective|).
 _TOLERANCE = 1e-6
@@ -106,11 +109,17 @@ class _Engine:
     """One PuLP problem of a :class:`LinearModel`."""
 
     def __init__(self, linear: LinearModel, engine: str, relaxation: bool) -> None:
-        import pulp
-
         self._linear = linear
         self._engine = engine
         self._relaxation = relaxation
+        with warnings.catch_warnings():
+            # PuLP 3 announces the interface of PuLP 4, which older releases do not have.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._build(linear)
+
+    def _build(self, linear: LinearModel) -> None:
+        import pulp
+
         self._problem: Any = pulp.LpProblem("routepack", pulp.LpMinimize)
         # Value of a variable = scale · value in the engine; powers of two, so nothing is rounded.
         self._scale = [
@@ -124,6 +133,7 @@ class _Engine:
             )
         ]
         self._problem.addVariables(self._variables)
+        self._problem.setObjective(pulp.LpAffineExpression([(self._variables[0], 1.0)]))
         senses = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
         for constraint in linear.constraints:
             terms = [
@@ -168,18 +178,17 @@ class _Engine:
 
     def _assignment_infeasible(self, budget: Budget, run: Run) -> bool:
         """Whether the engine refutes the assignment constraints alone, whose coefficients are small integers."""
-        cells = LinearModel(
-            self._linear.names,
-            self._linear.lower,
-            self._linear.upper,
-            self._linear.derived,
-            [constraint for constraint in self._linear.constraints if _FEASIBILITY.match(constraint.name)],
-        )
+        linear, cells = self._linear, LinearModel()
+        kept = [constraint for constraint in linear.constraints if _FEASIBILITY.match(constraint.name)]
+        index: dict[int, int] = {}
+        for constraint in kept:
+            for v in constraint.variables:
+                if v not in index:
+                    index[v] = cells.variable(linear.names[v], linear.upper[v], lower=linear.lower[v])
+            terms = zip(constraint.coefficients, (index[v] for v in constraint.variables), strict=True)
+            cells.add(constraint.name, list(terms), constraint.sense, constraint.right)
         engine = _Engine(cells, self._engine, False)
         solve = engine._with_highs if self._engine == "highs" else engine._with_process
-        import pulp
-
-        engine._problem.setObjective(pulp.LpAffineExpression([(engine._variables[0], 1.0)]))
         return solve(0, None, budget, run, lambda _: None, lambda _: None).infeasible
 
     def _values(self, raw: Sequence[float | None]) -> list[float]:
@@ -297,15 +306,19 @@ class _Engine:
                 for handle, value, divisor in zip(self._variables, hint, self._scale, strict=True):
                     handle.setInitialValue(value / divisor)
         with tempfile.TemporaryDirectory(prefix="routepack-") as folder:
-            log = Path(folder) / "engine.log"
+            engine_log = Path(folder) / "engine.log"
             if is_cbc:
-                options["logPath"] = str(log)
+                options["logPath"] = str(engine_log)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 interface = pulp.getSolver(name, **options)
             problem = self._problem
-            finished = _in_thread(lambda: problem.solve(interface), run, None)
-            text = log.read_text(errors="replace") if is_cbc and log.exists() else ""
+            try:
+                finished = _in_thread(lambda: problem.solve(interface), run, None)
+            except pulp.PulpSolverError as error:  # stopped before it wrote a solution, or crashed
+                log.warning("%s ended without a result: %s", name, error)
+                return Outcome(None, False, run.limit_reached() or Limit.TIME)
+            text = engine_log.read_text(errors="replace") if is_cbc and engine_log.exists() else ""
         if not finished:
             return Outcome(None, False, run.limit_reached() or Limit.TIME)
         if problem.status == pulp.LpStatusInfeasible or problem.sol_status == pulp.LpSolutionInfeasible:
