@@ -121,6 +121,8 @@ class Transfers:
         every expert and moves its own.
     num_layers, num_experts, ep_size : int
         L, E, P.
+    sized : bool
+        Whether sizes were given; without them every expert counts as one byte.
     """
 
     layer: IntArray
@@ -131,6 +133,7 @@ class Transfers:
     num_layers: int
     num_experts: int
     ep_size: int
+    sized: bool = True
 
     @property
     def from_rank(self) -> IntArray:
@@ -210,14 +213,14 @@ class Transfers:
     def __repr__(self) -> str:
         local = len(self) - self.num_moves
         inside = f", {local} copied inside a rank" if local else ""
-        return (
-            f"Transfers({self.num_moves} of {self.num_layers * self.num_experts} experts change rank{inside}; "
-            f"{self.total_bytes:,} bytes an EP group, busiest rank {self.busiest_rank_bytes:,})"
-        )
+        sizes = f"; {self.total_bytes:,} bytes an EP group, busiest rank {self.busiest_rank_bytes:,}"
+        if not self.sized:
+            sizes = f"; sizes not given, busiest rank {self.busiest_rank_bytes:,} experts"
+        return f"Transfers({self.num_moves} of {self.num_layers * self.num_experts} experts change rank{inside}{sizes})"
 
 
 def transfers(
-    placement: Placement, previous: Placement, *, bytes_of_expert: int | Sequence[int] | IntArray = 1
+    placement: Placement, previous: Placement, *, bytes_of_expert: int | Sequence[int] | IntArray | None = None
 ) -> Transfers:
     """List every expert whose slot differs between two placements.
 
@@ -226,9 +229,10 @@ def transfers(
     placement, previous : Placement
         New and old placement. Call `relabel` first, or labels that carry no meaning count as
         moves.
-    bytes_of_expert : int or array-like of int, shape [L]
-        State of one expert, in bytes: parameters, moments, master weights. With the default 1
-        the byte totals count experts.
+    bytes_of_expert : int or array-like of int, shape [L], optional
+        State of one expert, in bytes: parameters, moments, master weights
+        (:func:`routepack_opt.materialization.bytes_of_expert` measures it). Without it the byte
+        totals count experts.
 
     Raises
     ------
@@ -237,7 +241,8 @@ def transfers(
     """
     _refuse_different_shapes(placement, previous, same_ranks=True)
     faults = Faults()
-    sizes = integer_array(np.atleast_1d(np.asarray(bytes_of_expert)), "bytes_of_expert", faults, ndim=1)
+    given = 1 if bytes_of_expert is None else bytes_of_expert
+    sizes = integer_array(np.atleast_1d(np.asarray(given)), "bytes_of_expert", faults, ndim=1)
     faults.raise_if_any("transfers")
     assert sizes is not None
     if len(sizes) not in (1, placement.num_layers):
@@ -255,6 +260,7 @@ def transfers(
         num_layers=placement.num_layers,
         num_experts=placement.num_experts,
         ep_size=placement.ep_size,
+        sized=bytes_of_expert is not None,
     )
 
 

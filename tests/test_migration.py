@@ -88,6 +88,7 @@ def test_transfer_list_of_a_hand_made_swap() -> None:
     assert "... and 3 more" in text
     assert len(moves.table(limit=None).splitlines()) == 1 + 4 + 1
     assert len(transfers(relabel(wanted, previous), previous)) == 2
+    assert repr(transfers(wanted, previous)).endswith("sizes not given, busiest rank 1 experts)")
 
 
 @settings(max_examples=40, deadline=None)
