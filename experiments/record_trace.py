@@ -179,7 +179,11 @@ DOMAINS = ("code", "prose", *GENERATED)
 
 
 class Corpus:
-    """Documents of every domain; one in ten found documents is held out for prompts."""
+    """Documents of every domain; one in ten found documents is held out for prompts.
+
+    The standard library repeats short functions, so a few held-out documents have a twin that is
+    trained on; nothing here measures generalisation.
+    """
 
     def __init__(self, *, seed: int, max_length: int) -> None:
         rng = np.random.default_rng(seed)
@@ -649,8 +653,9 @@ promise that a rerun elsewhere gives them.
    load-balancing loss {balance}. {steps} AdamW steps over {tokens} bytes; loss {first_loss:.2f} at the first
    step, {last_loss:.2f} over the last 25, in nats a byte. It has learnt the forms (where a record or
    a sample ends), not the tasks.
-3. Rollouts: {groups} held-out or freshly generated prompts, {group_size} rollouts each at temperature 1,
-   until the end marker or {max_length} tokens ({capped} samples stopped there). Expert ids were recorded
+3. Rollouts: {groups} prompts from held-out documents (short functions that the library repeats may
+   have been seen all the same) or freshly generated, {group_size} rollouts each at temperature 1, until
+   the end marker or {max_length} tokens ({capped} samples stopped there). Expert ids were recorded
    in the decoding steps themselves, prompt included; the last token of a sample is never
    forwarded, so `routed_tokens` = `lengths` - 1.
 
