@@ -9,9 +9,9 @@ the same figure.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -59,7 +59,7 @@ COLUMN_WIDTH = 3.3
 PAGE_WIDTH = 6.9
 
 #: Lightness rises unevenly along the list: neighbours differ in greyscale as well.
-COLORS = ("#14213d", "#d9822b", "#2f7a76", "#b79fc9", "#9b2f5f", "#8a8f98")
+COLORS = ("#14213d", "#d9822b", "#9b2f5f", "#45b0a6", "#62666d", "#d4b13f")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1.2)), "-")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 ATTENTION_COLOR, EXPERT_COLOR = "#2b4c7e", "#f0b55f"
@@ -95,12 +95,22 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def style() -> AbstractContextManager[None]:
-    """Context in which own figures look like the ones of this module."""
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """Context in which own figures look like the ones of this module.
+
+    Only the settings it makes are put back: a notebook backend that switches
+    itself on inside stays on.
+    """
     import matplotlib as mpl
 
-    settings: Any = _RC
-    return mpl.rc_context(settings)
+    settings: Any = mpl.rcParams
+    before = {name: settings[name] for name in _RC}
+    settings.update(_RC)
+    try:
+        yield
+    finally:
+        settings.update(before)
 
 
 def _styled(draw: Callable[P, R]) -> Callable[P, R]:
@@ -219,6 +229,13 @@ def _columns(frame: Any, needed: Sequence[str], what: str) -> None:
 
 def _signed(value: float, digits: int = 1) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def _figures(value: float) -> str:
+    """Four significant figures, trailing zeros kept, no exponent."""
+    if value == 0:
+        return "0"
+    return f"{value:,.{max(0, 3 - int(np.floor(np.log10(abs(value)))))}f}"
 
 
 def _short(label: str, width: int) -> str:
@@ -429,7 +446,7 @@ def shard_rows(
                 if r + 1 < problem.num_rows:
                     ax.plot([start, start], [y - 0.39, y + 0.39], color="white", linewidth=1.0, solid_capstyle="butt")
             worst = int(detail.shard[g]) == score
-            text = f"{start:,.4g}"
+            text = _figures(start)
             if worst and score != first_score and first_score:
                 text += f" ({_signed(100 * (score / first_score - 1))} %)"
             ax.annotate(
@@ -565,7 +582,7 @@ def convergence(
                         linestyle=look["linestyle"],
                     )  # fmt: skip
         drawn.append(middle)
-        text = f"{middle[-1]:.{2 if middle[-1] < 10 else 1}f} %" if limit is not None else f"{middle[-1]:,.4g}"
+        text = f"{middle[-1]:.{2 if middle[-1] < 10 else 1}f} %" if limit is not None else _figures(float(middle[-1]))
         finals.append((float(middle[-1]), text, look["color"]))
     every_value = np.concatenate(drawn)
     if end / start > 20:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from routepack_opt import bounds
 from routepack_opt.errors import Faults, InvalidInputError, refuse_unknown
-from routepack_opt.study.table import StudyTable, latex, markdown
+from routepack_opt.study.table import StudyTable, latex, markdown, written
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -393,8 +393,8 @@ class Comparison:
                 self.factor: row[self.factor],
                 "pairs": row["num_pairs"],
                 f"difference{unit}": row["difference"],
-                "low": row["low"],
-                "high": row["high"],
+                f"low{unit}": row["low"],
+                f"high{unit}": row["high"],
                 "t p (Holm)": row["t_p_holm"],
                 "Wilcoxon p (Holm)": row["wilcoxon_p_holm"],
                 "d_z": row["effect_size"],
@@ -403,17 +403,35 @@ class Comparison:
             rows.append(shown)
         return pd.DataFrame(rows)
 
+    def _printed(self) -> pd.DataFrame:
+        table = self.table()
+        for name in ("t p (Holm)", "Wilcoxon p (Holm)"):
+            table[name] = [_p_text(value) for value in table[name]]
+        if not table["note"].any():
+            table = table.drop(columns="note")
+        return table
+
     def to_markdown(self) -> str:
         """The short table in Markdown."""
-        return markdown(self.table())
+        return markdown(self._printed())
 
     def to_latex(self, *, caption: str = "", label: str = "") -> str:
         """The short table in LaTeX (booktabs)."""
-        return latex(self.table(), caption=caption, label=label)
+        return latex(self._printed(), caption=caption, label=label)
 
     def __repr__(self) -> str:
         head = f"{self.value} against {self.factor} = {self.reference}" + (" (in % of it)" if self.relative else "")
-        return f"{head}\n{self.table().to_string(index=False, na_rep='-')}"
+        return f"{head}\n{written(self._printed()).to_string(index=False)}"
+
+    def _repr_html_(self) -> str:
+        head = f"{self.value} against {self.factor} = {self.reference}" + (" (in % of it)" if self.relative else "")
+        return f"<p>{head}</p>{written(self._printed()).to_html(index=False)}"
+
+
+def _p_text(value: Any) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return "< 0.0001" if value < 1e-4 else f"{value:.4f}"
 
 
 def compare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,17 @@ from routepack_opt.errors import InvalidInputError, refuse_unknown
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["MEASURED", "RESULTS_SCHEMA", "StudyTable", "latex", "load", "markdown", "open_folder", "row_path"]
+__all__ = [
+    "MEASURED",
+    "RESULTS_SCHEMA",
+    "StudyTable",
+    "latex",
+    "load",
+    "markdown",
+    "open_folder",
+    "row_path",
+    "written",
+]
 
 RESULTS_SCHEMA = "routepack-study-results/1"
 #: Columns that differ from run to run of one job: clocks and places.
@@ -213,10 +223,10 @@ class StudyTable:
         head = f"{self.name}: {len(self.rows)} rows" + (f", {len(self.failed)} failed" if self.failed else "")
         if self.question:
             head += f"\n{self.question}"
-        return head if not self.rows else f"{head}\n{_cells(self.summary(), _text).to_string(index=False)}"
+        return head if not self.rows else f"{head}\n{written(self.summary()).to_string(index=False)}"
 
     def _repr_html_(self) -> str:
-        body = _cells(self.summary(), _text).to_html(index=False) if self.rows else ""
+        body = written(self.summary()).to_html(index=False) if self.rows else ""
         return f"<p>{self.name}: {self.question}</p>{body}"
 
 
@@ -244,35 +254,27 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------- writing
 
 
-def _text(value: Any, digits: int | None = None) -> str:
+def _text(value: Any, digits: int) -> str:
     if value is None or value != value:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if float(value).is_integer() and digits is None and abs(value) < 1e15:
-        return f"{int(value):,}"
-    if digits is None:
-        size = abs(value)
-        digits = 2 if size >= 10 else 3 if size >= 0.1 else 4
     return f"{value:,.{digits}f}"
 
 
-def _cells(frame: pd.DataFrame, write: Callable[..., str]) -> pd.DataFrame:
-    """Every cell as text, one number of digits a column."""
+def written(frame: pd.DataFrame) -> pd.DataFrame:
+    """Every cell as the text a table shows, one number of digits a column; "-" for what is missing."""
     import pandas as pd
 
     out = {}
     for name in frame.columns:
         values = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in frame[name]]
-        numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-        whole = all(float(value).is_integer() for value in numbers)
-        largest = max(map(abs, numbers), default=0.0)
-        digits = 0 if whole else 2 if largest >= 100 or str(name).endswith("%") else 3 if largest >= 0.01 else 5
         plain: list[Any] = [getattr(value, "item", lambda value=value: value)() for value in values]
-        out[str(name)] = [
-            write(value, digits) if isinstance(value, int | float) and not isinstance(value, bool) else write(value)
-            for value in plain
-        ]
+        numbers = [value for value in plain if isinstance(value, int | float) and not isinstance(value, bool)]
+        largest = max(map(abs, numbers), default=0.0)
+        whole = all(float(value).is_integer() for value in numbers)
+        digits = 0 if whole else 2 if largest >= 100 or str(name).endswith("%") else 3 if largest >= 0.01 else 5
+        out[str(name)] = [_text(value, digits) for value in plain]
     return pd.DataFrame(out, index=frame.index)
 
 
@@ -292,7 +294,7 @@ def markdown(frame: pd.DataFrame) -> str:
     """
     if not len(frame.columns):
         raise InvalidInputError("the table has no column")
-    cells = _cells(frame, _text)
+    cells = written(frame)
     lines = [
         "| " + " | ".join(str(name).replace("|", "\\|") for name in cells.columns) + " |",
         "|" + "|".join("---:" if number else "---" for number in _numeric(frame)) + "|",
@@ -305,6 +307,7 @@ def markdown(frame: pd.DataFrame) -> str:
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "−": r"$-$", "≤": r"$\leq$", "≥": r"$\geq$",
+    "<": r"$<$", ">": r"$>$",
 }  # fmt: skip
 
 
@@ -333,7 +336,7 @@ def latex(frame: pd.DataFrame, *, caption: str = "", label: str = "", bold: Sequ
     faults = refuse_unknown(list(bold), [str(name) for name in frame.columns], "column")
     if faults:
         raise InvalidInputError(faults, context="LaTeX table")
-    cells = _cells(frame, _text)
+    cells = written(frame)
     numeric = _numeric(frame)
     best = {name: frame[name].min() for name in bold}
     lines = [
