@@ -80,7 +80,8 @@ class _Engine:
             self._model.new_int_var(lower, upper, name)
             for name, lower, upper in zip(linear.names, linear.lower, linear.upper, strict=True)
         ]
-        for constraint in linear.constraints:
+        for position, constraint in enumerate(linear.constraints):
+            linear.poll(position)
             expression = cp_model.LinearExpr.weighted_sum(
                 [self._variables[v] for v in constraint.variables], list(constraint.coefficients)
             )

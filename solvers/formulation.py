@@ -30,7 +30,7 @@ are divided out; nothing is rounded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd
@@ -44,6 +44,7 @@ from routepack_opt.plan import Packing, Placement
 from routepack_opt.problem import Problem
 
 __all__ = [
+    "BuildStopped",
     "Constraint",
     "LinearModel",
     "PackingModel",
@@ -53,6 +54,10 @@ __all__ = [
     "packing_model",
     "placement_model",
 ]
+
+
+#: Value precedence is written for this many of the longest samples; later ones find nearly every label in use.
+_ORDERED_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,10 @@ class Redundancy:
     area_bounds: bool = True
 
 
+class BuildStopped(Exception):
+    """The time ran out, or a stop came, while a model was built."""
+
+
 @dataclass(frozen=True)
 class Constraint:
     """One linear constraint: Σ coefficients · variables, sense, right-hand side; all integers."""
@@ -104,6 +113,9 @@ class LinearModel:
         True where a minimal solution makes the variable integral by itself (the
         maxima and levels), so that a MIP engine need not branch on it.
     constraints : list of Constraint
+    stop : callable, optional
+        Asked while a model is built; True raises :class:`BuildStopped`. Large
+        models take longer to write down than some callers have.
     """
 
     names: list[str] = field(default_factory=list)
@@ -111,6 +123,7 @@ class LinearModel:
     upper: list[int] = field(default_factory=list)
     derived: list[bool] = field(default_factory=list)
     constraints: list[Constraint] = field(default_factory=list)
+    stop: Callable[[], bool] | None = None
 
     def variable(self, name: str, upper: int, *, lower: int = 0, derived: bool = False) -> int:
         """Add a variable and return its index."""
@@ -122,6 +135,7 @@ class LinearModel:
 
     def add(self, name: str, terms: Sequence[tuple[int, int]], sense: str, right: int) -> None:
         """Add a constraint from (coefficient, variable) pairs; zero coefficients are dropped."""
+        self.poll(len(self.constraints))
         kept = [(int(coefficient), variable) for coefficient, variable in terms if coefficient]
         self.constraints.append(
             Constraint(
@@ -132,6 +146,16 @@ class LinearModel:
                 int(right),
             )
         )
+
+    def poll(self, position: int) -> None:
+        """Raise :class:`BuildStopped` if building is to end; asks at every 32nd position.
+
+        Raises
+        ------
+        BuildStopped
+        """
+        if self.stop is not None and position % 32 == 0 and self.stop():
+            raise BuildStopped
 
     @property
     def largest_activity(self) -> int:
@@ -323,7 +347,13 @@ def _canonical_ranks(ranks: IntArray, loads: IntArray) -> IntArray:
     return out
 
 
-def packing_model(problem: Problem, placement: Placement, redundancy: Redundancy) -> PackingModel:
+def packing_model(
+    problem: Problem,
+    placement: Placement,
+    redundancy: Redundancy,
+    *,
+    stop: Callable[[], bool] | None = None,
+) -> PackingModel:
     """Model of packing under a fixed placement.
 
     Parameters
@@ -331,21 +361,25 @@ def packing_model(problem: Problem, placement: Placement, redundancy: Redundancy
     problem : Problem
     placement : Placement
     redundancy : Redundancy
+    stop : callable, optional
+        Asked while the model is built; True raises :class:`BuildStopped`.
 
     Returns
     -------
     PackingModel
     """
-    return _model(problem, placement, redundancy)
+    return _model(problem, placement, redundancy, stop)
 
 
-def joint_model(problem: Problem, redundancy: Redundancy) -> PackingModel:
+def joint_model(problem: Problem, redundancy: Redundancy, *, stop: Callable[[], bool] | None = None) -> PackingModel:
     """Model of placement and packing together; sizes grow with R · G · L · E · P, so for small problems."""
-    return _model(problem, None, redundancy)
+    return _model(problem, None, redundancy, stop)
 
 
-def _model(problem: Problem, placement: Placement | None, redundancy: Redundancy) -> PackingModel:
-    linear = LinearModel()
+def _model(
+    problem: Problem, placement: Placement | None, redundancy: Redundancy, stop: Callable[[], bool] | None
+) -> PackingModel:
+    linear = LinearModel(stop=stop)
     num_samples, num_rows, num_slots = problem.num_samples, problem.num_rows, problem.dp_size
     num_shards, num_layers, ep_size = problem.num_shards, problem.num_layers, problem.ep_size
     num_experts, num_classes = problem.num_experts, len(problem.cost.attention)
@@ -528,7 +562,7 @@ def _precedence(
     x: dict[tuple[int, int, int], int],
 ) -> None:
     """Label k of shards, rows and slots only after label k − 1, in descending order of length."""
-    samples, rows = order.tolist(), range(problem.num_rows)
+    samples, rows = order[:_ORDERED_SAMPLES].tolist(), range(problem.num_rows)
     for position, i in enumerate(samples):
         before = samples[:position]
         for g, slots in enumerate(problem.shards):

@@ -28,6 +28,7 @@ from routepack_opt.result import Limit
 from routepack_opt.score import LEVELS, evaluate, violations
 from routepack_opt.solver import AGGREGATE_LEVEL, BLOCK_LEVEL, Run, Solver
 from routepack_opt.solvers.formulation import (
+    BuildStopped,
     LinearModel,
     PackingModel,
     PlacementModel,
@@ -153,18 +154,24 @@ class LevelSolver(Solver):
 
     def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
         """Pack samples for a fixed placement."""
-        if run.stopped() and run.warm_start is None:
-            return None
-        model = packing_model(problem, placement, self._redundancy)
-        plan = solve_levels(model, self.make_engine(model.linear), run, level_share=self.level_share)
+        plan = self._solve(problem, placement, run)
         return None if plan is None else plan.packing
 
     def plan(self, problem: Problem, run: Run) -> Plan | None:
         """Choose placement and packing in one model."""
-        if run.stopped() and run.warm_start is None:
-            return None
-        model = joint_model(problem, self._redundancy)
-        return solve_levels(model, self.make_engine(model.linear), run, level_share=self.level_share)
+        return self._solve(problem, None, run)
+
+    def _solve(self, problem: Problem, placement: Placement | None, run: Run) -> Plan | None:
+        try:
+            if placement is None:
+                model = joint_model(problem, self._redundancy, stop=run.stopped)
+            else:
+                model = packing_model(problem, placement, self._redundancy, stop=run.stopped)
+            engine = self.make_engine(model.linear)
+        except BuildStopped:
+            warm = run.warm_start
+            return warm if warm is None or placement is None else Plan.of(problem, placement, warm.packing)
+        return solve_levels(model, engine, run, level_share=self.level_share)
 
     @property
     def _redundancy(self) -> Redundancy:

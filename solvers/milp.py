@@ -135,7 +135,8 @@ class _Engine:
         self._problem.addVariables(self._variables)
         self._problem.setObjective(pulp.LpAffineExpression([(self._variables[0], 1.0)]))
         senses = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
-        for constraint in linear.constraints:
+        for position, constraint in enumerate(linear.constraints):
+            linear.poll(position)
             terms = [
                 (self._variables[v], c * self._scale[v])
                 for v, c in zip(constraint.variables, constraint.coefficients, strict=True)
