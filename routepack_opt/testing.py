@@ -6,7 +6,10 @@ brute force tries every assignment and evaluates it from the definition.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, product
 from typing import Any
@@ -14,13 +17,26 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from routepack_opt import planning, registry
 from routepack_opt.arrays import IntArray
+from routepack_opt.bounds import aggregate_load
 from routepack_opt.cost import CostModel, OperatorClass
-from routepack_opt.errors import InfeasibleProblemError, InvalidInputError
+from routepack_opt.errors import InfeasibleProblemError, InvalidInputError, RoutePackError
 from routepack_opt.plan import Packing, Placement, Plan
 from routepack_opt.problem import Problem
+from routepack_opt.result import Limit, Result, Status
+from routepack_opt.score import LEVELS, evaluate, violations
+from routepack_opt.solver import Packer, Placer, Planner
 
-__all__ = ["brute_force", "every_placement", "subset_optimum", "tiny_problem"]
+__all__ = [
+    "Conformance",
+    "ConformanceError",
+    "brute_force",
+    "check_solver",
+    "every_placement",
+    "subset_optimum",
+    "tiny_problem",
+]
 
 #: Assignments of samples to cells the brute force is willing to try, over all placements.
 MAX_ASSIGNMENTS = 30_000_000
@@ -447,3 +463,274 @@ def _subset_rows(cost: IntArray, num_rows: int) -> Any:
                     break
                 part = (part - 1) & subset
     return total, largest, chosen
+
+
+class ConformanceError(RoutePackError, AssertionError):
+    """A solver breaks the contract of its protocol.
+
+    Attributes
+    ----------
+    faults : tuple of str
+        Everything found, each naming the problem and what was run.
+    """
+
+    def __init__(self, name: str, faults: list[str]) -> None:
+        self.faults = tuple(faults)
+        super().__init__(f"{name} does not conform: {len(faults)} faults\n" + "\n".join(f"  - {x}" for x in faults))
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """What a conforming solver was checked on.
+
+    Attributes
+    ----------
+    solver : str
+        Canonical spec.
+    roles : tuple of str
+        Of ``placer``, ``packer``, ``planner``.
+    num_runs : int
+        Runs made.
+    refused : tuple of str
+        Reasons of ``available()`` and ``unsupported()``; what was refused was not checked.
+    statuses : dict of str to int
+        Results by status.
+    """
+
+    solver: str
+    roles: tuple[str, ...]
+    num_runs: int
+    refused: tuple[str, ...]
+    statuses: dict[str, int]
+
+
+def check_solver(solver: str | object, *, iteration_limit: int = 2_000, time_limit: float = 10.0) -> Conformance:
+    """Check a solver against its contract on a battery of tiny problems.
+
+    The battery has shards and slots of several numbers, alignment, equal
+    samples, problems without routing, without attention and with cells that
+    must not be empty. In every role the solver has, its results must be
+
+    - feasible, and claimed rightly: no bound above the optimum that brute force
+      finds, OPTIMAL only at the optimum, INFEASIBLE only without a plan;
+    - the same for the same seed, with one thread and two, under an iteration limit;
+    - returned as a result, not an exception, with no time at all and when
+      stopped at once;
+    - never worse than a plan to start from;
+    - made without touching the global random number generators.
+
+    ``unsupported`` must give a reason as text, and the runner must pass it on.
+
+    Parameters
+    ----------
+    solver : str or object
+        Spec of one component, or the component.
+    iteration_limit : int
+        Budget of each run.
+    time_limit : float
+        Seconds within which a stopped run must return.
+
+    Returns
+    -------
+    Conformance
+
+    Raises
+    ------
+    ConformanceError
+        With every fault found.
+    """
+    component: Any = registry.component(solver) if isinstance(solver, str) else solver
+    name = registry.canonical(component)
+    faults: list[str] = []
+    roles = tuple(
+        role
+        for role, protocol in (("placer", Placer), ("packer", Packer), ("planner", Planner))
+        if isinstance(component, protocol)
+    )
+    if not roles:
+        faults.append("it has none of place(problem, packing, run), pack(problem, placement, run), plan(problem, run)")
+    parameters: Any = getattr(type(component), "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        faults.append("it is no frozen dataclass; its fields are the parameters of the spec")
+    if not isinstance(getattr(component, "name", None), str):
+        faults.append("it has no class attribute 'name'")
+    elif component.name in registry.names() and registry.component(name) != component:
+        faults.append(f"its spec {name!r} builds another component")
+    if faults:
+        raise ConformanceError(name, faults)
+    checker = _Checker(component, name, iteration_limit, time_limit)
+    reason = component.available() if hasattr(component, "available") else None
+    if reason is None:
+        for label, problem in _battery():
+            for role in roles:
+                checker.check(f"{label}, as {role}", problem, role)
+    else:
+        checker.refuse("available()", reason)
+    if checker.faults:
+        raise ConformanceError(name, checker.faults)
+    return Conformance(name, roles, checker.num_runs, tuple(dict.fromkeys(checker.refused)), checker.statuses)
+
+
+def _battery() -> Iterator[tuple[str, Problem]]:
+    small: dict[str, Any] = {"num_samples": 5, "ep_size": 2, "experts_per_rank": 2, "extra_rows": 0}
+    yield "two shards", tiny_problem(1, **small, num_shards=2, shard_size=1, num_layers=2)
+    yield "one shard of two", tiny_problem(2, **small, num_shards=1, shard_size=2, num_layers=2)
+    yield "three shards", tiny_problem(11, **small, num_shards=3, shard_size=1, num_layers=1)
+    yield "one rank", tiny_problem(4, **(small | {"ep_size": 1}), num_shards=1, shard_size=2, num_layers=1)
+    yield "a spare row", tiny_problem(5, **(small | {"extra_rows": 1}), num_shards=1, shard_size=1, num_layers=2)
+    yield "no routing", tiny_problem(6, **small, num_shards=1, shard_size=2, num_layers=0)
+    no_attention = tiny_problem(7, **small, num_shards=2, shard_size=1, num_layers=2)
+    yield "no attention", no_attention.replace(cost=CostModel())
+    for seed in range(100):
+        try:
+            filled = tiny_problem(seed, **small, num_shards=1, shard_size=2, num_layers=1, min_samples_per_cell=1)
+        except InfeasibleProblemError:
+            continue
+        yield "no empty cell", filled
+        break
+
+
+class _Checker:
+    """Runs one component in one role after another and collects faults."""
+
+    def __init__(self, component: Any, name: str, iteration_limit: int, time_limit: float) -> None:
+        self.component = component
+        self.name = name
+        self.iteration_limit = iteration_limit
+        self.time_limit = time_limit
+        self.faults: list[str] = []
+        self.refused: list[str] = []
+        self.statuses: dict[str, int] = {}
+        self.num_runs = 0
+
+    def refuse(self, label: str, reason: object) -> None:
+        if not isinstance(reason, str) or not reason.strip():
+            self.faults.append(f"{label}: the reason is {reason!r}; it must be text, or None if there is none")
+        else:
+            self.refused.append(reason)
+
+    def run(self, label: str, call: Callable[..., Result], **options: Any) -> Result | None:
+        states = (random.getstate(), np.random.get_state(legacy=False))  # noqa: NPY002
+        self.num_runs += 1
+        try:
+            result = call(seed=3, progress=False, **options)
+        except Exception as error:
+            self.faults.append(f"{label}: {type(error).__name__}: {error}")
+            return None
+        after = (random.getstate(), np.random.get_state(legacy=False))  # noqa: NPY002
+        if states[0] != after[0] or repr(states[1]) != repr(after[1]):
+            self.faults.append(f"{label}: it draws from a global random number generator")
+        self.statuses[result.status.value] = self.statuses.get(result.status.value, 0) + 1
+        return result
+
+    def check(self, label: str, problem: Problem, role: str) -> None:
+        if role == "placer" and not problem.num_layers:
+            return  # the runner refuses it before the solver is asked
+        placement = Placement.contiguous(problem.num_layers, problem.num_experts, ep_size=problem.ep_size)
+        call: Callable[..., Result]
+        if role == "placer":
+
+            def call(**options: Any) -> Result:
+                return planning.place(problem, self.component, **options)
+
+        elif role == "packer":
+
+            def call(**options: Any) -> Result:
+                return planning.pack(problem, self.component, placement=placement, **options)
+
+        else:
+
+            def call(**options: Any) -> Result:
+                return planning.solve(problem, self.component, **options)
+
+        reason = self.component.unsupported(problem) if hasattr(self.component, "unsupported") else None
+        if reason is not None:
+            self.refuse(f"{label}: unsupported()", reason)
+            try:
+                call(iteration_limit=1)
+            except InvalidInputError as error:
+                if str(reason) not in str(error):
+                    self.faults.append(f"{label}: the refusal does not say {reason!r}")
+            return
+        best = self.best(problem, role, placement)
+        limit = {"iteration_limit": self.iteration_limit}
+        first = self.run(f"{label}, one thread", call, num_threads=1, **limit)
+        second = self.run(f"{label}, two threads", call, num_threads=2, **limit)
+        self.judge(label, problem, first, best)
+        if (
+            first is not None
+            and second is not None
+            and (first.plan, first.placement) != (second.plan, second.placement)
+        ):
+            self.faults.append(f"{label}: the same seed gives another decision with two threads")
+        self.judge(f"{label}, no time", problem, self.run(f"{label}, no time", call, time_limit=0.0), best)
+        start = time.perf_counter()
+        stopped = self.run(f"{label}, stopped", call, stop=lambda: True, **limit)
+        if time.perf_counter() - start > self.time_limit:
+            self.faults.append(f"{label}: stopped at once, it returned after more than {self.time_limit} s")
+        found = first is not None and first.status is not Status.NO_SOLUTION
+        gave_up = stopped is not None and stopped.status is Status.NO_SOLUTION
+        # A heuristic that never asks may finish; one that gave up because it was stopped must say so.
+        if found and gave_up and stopped is not None and stopped.limit is not Limit.INTERRUPTED:
+            self.faults.append(f"{label}: stopped without a plan, its limit is {stopped.limit}")
+        self.judge(f"{label}, stopped", problem, stopped, best)
+        if role != "placer" and best is not None:
+            for what, start_plan in self.starts(problem, placement, None if role == "planner" else placement):
+                warm = self.run(f"{label}, {what}", call, warm_start=start_plan, **limit)
+                if warm is not None and (warm.score is None or warm.score > evaluate(problem, start_plan)):
+                    self.faults.append(f"{label}: started from {what} it returns {warm.score}")
+
+    @staticmethod
+    def best(problem: Problem, role: str, placement: Placement) -> tuple[int, ...] | None:
+        """Optimal levels; None if there is no feasible plan."""
+        if role == "placer":
+            return (
+                min(
+                    int(aggregate_load(problem, other).max(axis=1).sum()) * problem.expert_unit
+                    for other in every_placement(problem)
+                ),
+            )
+        try:
+            return evaluate(problem, brute_force(problem, placement if role == "packer" else None)).levels
+        except InfeasibleProblemError:
+            return None
+
+    @staticmethod
+    def starts(problem: Problem, placement: Placement, fixed: Placement | None) -> Iterator[tuple[str, Plan]]:
+        yield "an optimal plan", brute_force(problem, fixed)
+        rng = np.random.default_rng(5)
+        for _ in range(2_000):
+            cells = rng.integers(0, problem.num_cells, size=problem.num_samples)
+            plan = Plan.of(problem, placement, Packing.from_cells(cells, dp_size=problem.dp_size))
+            if not violations(problem, plan):
+                yield "a random plan", plan
+                return
+
+    def judge(self, label: str, problem: Problem, result: Result | None, best: tuple[int, ...] | None) -> None:
+        if result is None:
+            return
+        if result.status is Status.INFEASIBLE:
+            if best is not None:
+                self.faults.append(f"{label}: claimed infeasible ({result.reason}), brute force has a plan")
+            return
+        if best is None:
+            if result.plan is not None or result.status is not Status.NO_SOLUTION:
+                self.faults.append(f"{label}: {result.status} where no plan is feasible")
+            return
+        if result.status is Status.NO_SOLUTION:
+            if result.limit is None:
+                self.faults.append(f"{label}: no solution and no limit that explains it")
+            return
+        if result.plan is not None:
+            found = violations(problem, result.plan)
+            if found:
+                self.faults.append(f"{label}: infeasible plan: {'; '.join(found)}")
+        for level, least in zip(result.levels, best, strict=True):
+            exact = level.name == LEVELS[0] or len(best) == 1
+            if level.status is Status.OPTIMAL and level.value != least:
+                self.faults.append(f"{label}: {level.name} {level.value} claimed optimal, brute force has {least}")
+                return
+            if level.bound is not None and exact and level.bound > least:
+                self.faults.append(f"{label}: bound {level.bound} on {level.name} is above the optimum {least}")
+            if exact and level.value is not None and level.value < least:
+                self.faults.append(f"{label}: {level.name} {level.value} is below the optimum {least}")
