@@ -432,8 +432,9 @@ def shard_rows(
     for label, detail in details.items():
         y += 0.82
         ax.annotate(
-            _short(label, 52), (0, y - 0.4), (0, 0), textcoords="offset points", weight="bold", va="center", ha="left"
-        )
+            _short(label, 52), (0, y - 0.4), (0, 0), textcoords="offset points", weight="bold", va="center", ha="left",
+            bbox=_WHITE, zorder=4,
+        )  # fmt: skip
         y += 0.4
         score = int(detail.shard.max())
         for g in range(num_shards):
@@ -978,6 +979,7 @@ def forest(effects: pd.DataFrame, *, unit: str = "%", label: str = "", ax: Axes 
     ax.spines["left"].set_visible(False)
     _light_grid(ax, "x")
     ax.margins(x=0.08)
+    ax.locator_params(axis="x", nbins=5)
     ax.set_xlabel(f"{label or 'effect'} ({unit})" if unit else label or "effect")
     return ax
 
