@@ -42,6 +42,8 @@ __all__ = ["BlockLoads", "LevelChange", "MoveTables", "WalkCounts", "warm_up"]
 
 Number = Any  # a scalar inside kernels, where numba infers the type
 
+Index = np.uint64  # numba adds no test for negative indices to unsigned ones
+
 _TILE = 8  # layers are padded to a multiple of this
 _INT32_MAX = 2**31 - 1
 
@@ -235,6 +237,26 @@ def _peak_sums_code(
 _peak_sums: Any = intrinsic(_peak_sums_code)
 
 
+def _borrowed_code(typing_context: Any, array: Any) -> Any:
+    """Return the array without its owner, so that no reference is counted when it is handed to a function.
+
+    Numba counts references atomically at every call that takes an array; that
+    was a quarter of the time of a walk. The caller of the kernel holds the array.
+    """
+    del typing_context
+
+    def generate(context: Any, builder: Any, call: Any, arguments: Any) -> Any:
+        view = context.make_array(call.args[0])(context, builder, arguments[0])
+        view.meminfo = ir.Constant(view.meminfo.type, None)
+        view.parent = ir.Constant(view.parent.type, None)
+        return view._getvalue()
+
+    return array(array), generate
+
+
+_borrowed: Any = intrinsic(_borrowed_code)
+
+
 @njit(cache=True, nogil=True, forceinline=True)
 def _attention_change(
     sample_attention: IntArray,
@@ -254,24 +276,24 @@ def _attention_change(
     change_b = 0
     if block_a != block_b:
         for s in range(num_classes):
-            x = sample_attention[i * num_classes + s] - sample_attention[j * num_classes + s]
+            x = sample_attention[Index(i * num_classes + s)] - sample_attention[Index(j * num_classes + s)]
             k = (block_a * num_classes + s) * 3
-            top = peaks[k]
-            rest = peaks[k + 2] if peaks[k + 1] == a else top
-            change_a += max(rest, attention[a * num_classes + s] - x) - top
+            top = peaks[Index(k)]
+            rest = peaks[Index(k + 2)] if peaks[Index(k + 1)] == a else top
+            change_a += max(rest, attention[Index(a * num_classes + s)] - x) - top
             k = (block_b * num_classes + s) * 3
-            top = peaks[k]
-            rest = peaks[k + 2] if peaks[k + 1] == b else top
-            change_b += max(rest, attention[b * num_classes + s] + x) - top
+            top = peaks[Index(k)]
+            rest = peaks[Index(k + 2)] if peaks[Index(k + 1)] == b else top
+            change_b += max(rest, attention[Index(b * num_classes + s)] + x) - top
     else:
         first = block_a * shard_size
         for s in range(num_classes):
-            x = sample_attention[i * num_classes + s] - sample_attention[j * num_classes + s]
-            top = max(attention[a * num_classes + s] - x, attention[b * num_classes + s] + x)
+            x = sample_attention[Index(i * num_classes + s)] - sample_attention[Index(j * num_classes + s)]
+            top = max(attention[Index(a * num_classes + s)] - x, attention[Index(b * num_classes + s)] + x)
             for cell in range(first, first + shard_size):
                 if cell != a and cell != b:
-                    top = max(top, attention[cell * num_classes + s])
-            change_a += top - peaks[(block_a * num_classes + s) * 3]
+                    top = max(top, attention[Index(cell * num_classes + s)])
+            change_a += top - peaks[Index((block_a * num_classes + s) * 3)]
     return change_a, change_b
 
 
@@ -280,7 +302,7 @@ def _new_max_shard(shard_work: IntArray, shard_a: Number, shard_b: Number, chang
     """max_g Σ_r after two shards change their work (added up when they are the same)."""
     top = np.int64(-1)
     for g in range(shard_work.shape[0]):
-        work = shard_work[g]
+        work = shard_work[Index(g)]
         if g == shard_a:
             work += change_a
         if g == shard_b:
@@ -294,8 +316,8 @@ def _new_max_row(
     work: IntArray, old: Number, block_a: Number, block_b: Number, change_a: Number, change_b: Number
 ) -> Any:
     """max_{r,g} after two different blocks (or one, with ``change_b`` zero) change their work."""
-    old_a = work[block_a]
-    old_b = work[block_b]
+    old_a = work[Index(block_a)]
+    old_b = work[Index(block_b)]
     top = old_a + change_a
     if block_a != block_b:
         top = max(top, old_b + change_b)
@@ -305,7 +327,7 @@ def _new_max_row(
         return old
     for block in range(work.shape[0]):
         if block != block_a and block != block_b:
-            top = max(top, work[block])
+            top = max(top, work[Index(block)])
     return top
 
 
@@ -319,7 +341,7 @@ def _find_peaks(
     second = np.int64(0)  # a shard of one slot has no second cell: nothing remains without the first
     owner = first
     for cell in range(first, first + shard_size):
-        load = attention[cell * num_classes + s]
+        load = attention[Index(cell * num_classes + s)]
         if load > top:
             second = max(top, second)
             top = load
@@ -327,9 +349,9 @@ def _find_peaks(
         else:
             second = max(second, load)
     k = (block * num_classes + s) * 3
-    peaks[k] = top
-    peaks[k + 1] = owner
-    peaks[k + 2] = second
+    peaks[Index(k)] = top
+    peaks[Index(k + 1)] = owner
+    peaks[Index(k + 2)] = second
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -345,23 +367,23 @@ def _change_attention(
 ) -> None:
     """Add ``x`` to the load of a cell; its block is searched only if a cell of the top two falls below the second."""
     place = cell * num_classes + s
-    old = attention[place]
+    old = attention[Index(place)]
     new = old + x
-    attention[place] = new
+    attention[Index(place)] = new
     k = (block * num_classes + s) * 3
-    top = peaks[k]
-    second = peaks[k + 2]
-    if peaks[k + 1] == cell:
+    top = peaks[Index(k)]
+    second = peaks[Index(k + 2)]
+    if peaks[Index(k + 1)] == cell:
         if new >= second:
-            peaks[k] = new
+            peaks[Index(k)] = new
         else:
             _find_peaks(attention, peaks, shard_size, num_classes, block, s)
     elif new > top:
-        peaks[k] = new
-        peaks[k + 1] = cell
-        peaks[k + 2] = top
+        peaks[Index(k)] = new
+        peaks[Index(k + 1)] = cell
+        peaks[Index(k + 2)] = top
     elif new >= second:
-        peaks[k + 2] = new
+        peaks[Index(k + 2)] = new
     elif old == second:
         _find_peaks(attention, peaks, shard_size, num_classes, block, s)
 
@@ -369,11 +391,11 @@ def _change_attention(
 @njit(cache=True, nogil=True, forceinline=True)
 def _touch(touched: npt.NDArray[np.int32], is_touched: npt.NDArray[np.uint8], i: Number) -> None:
     """Note that a sample may differ from the archive; the last entry of ``touched`` counts."""
-    if is_touched[i] == 0:
-        is_touched[i] = 1
+    if is_touched[Index(i)] == 0:
+        is_touched[Index(i)] = 1
         last = touched.shape[0] - 1
-        touched[touched[last]] = i
-        touched[last] += 1
+        touched[Index(touched[Index(last)])] = i
+        touched[Index(last)] += 1
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -389,14 +411,14 @@ def _archive(
 ) -> None:
     """Copy what changed since the last archived packing."""
     last = touched.shape[0] - 1
-    for k in range(touched[last]):
-        i = touched[k]
-        best_cell[i] = cell_of_sample[i]
-        is_touched[i] = 0
-    touched[last] = 0
+    for k in range(touched[Index(last)]):
+        i = touched[Index(k)]
+        best_cell[Index(i)] = cell_of_sample[Index(i)]
+        is_touched[Index(i)] = 0
+    touched[Index(last)] = 0
     for block in range(row_of_block.shape[0]):
-        best_row[block] = row_of_block[block]
-        best_shard[block] = shard_of_block[block]
+        best_row[Index(block)] = row_of_block[Index(block)]
+        best_shard[Index(block)] = shard_of_block[Index(block)]
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -444,26 +466,26 @@ def _exchange(
     expert_b: Number,
 ) -> None:
     """Apply: sample i moves from cell ``a`` to ``b``, j (or the zero sample) from ``b`` to ``a``; levels excepted."""
-    cell_of_sample[i] = b
+    cell_of_sample[Index(i)] = b
     _touch(touched, is_touched, i)
     if j < cell_of_sample.shape[0]:
-        cell_of_sample[j] = a
+        cell_of_sample[Index(j)] = a
         _touch(touched, is_touched, j)
     else:
-        size[a] -= 1
-        size[b] += 1
-    tokens = lengths[i] - lengths[j]
-    fill[a] -= tokens
-    fill[b] += tokens
+        size[Index(a)] -= 1
+        size[Index(b)] += 1
+    tokens = lengths[Index(i)] - lengths[Index(j)]
+    fill[Index(a)] -= tokens
+    fill[Index(b)] += tokens
     for s in range(num_classes):
-        x = sample_attention[i * num_classes + s] - sample_attention[j * num_classes + s]
+        x = sample_attention[Index(i * num_classes + s)] - sample_attention[Index(j * num_classes + s)]
         _change_attention(attention, peaks, shard_size, num_classes, block_a, a, s, -x)
         _change_attention(attention, peaks, shard_size, num_classes, block_b, b, s, x)
-    work[block_a] += change_a
-    shard_work[shard_of_block[block_a]] += change_a
+    work[Index(block_a)] += change_a
+    shard_work[Index(shard_of_block[Index(block_a)])] += change_a
     if block_a != block_b:
-        work[block_b] += change_b
-        shard_work[shard_of_block[block_b]] += change_b
+        work[Index(block_b)] += change_b
+        shard_work[Index(shard_of_block[Index(block_b)])] += change_b
         width = np.uint64(span)
         _shift_loads(
             loads,
@@ -474,11 +496,11 @@ def _exchange(
             np.uint64(j) * width,
             width,
         )
-        sums = sample_load_sums[i] - sample_load_sums[j]
-        load_sums[block_a] -= sums
-        load_sums[block_b] += sums
-        expert[block_a] += expert_a
-        expert[block_b] += expert_b
+        sums = sample_load_sums[Index(i)] - sample_load_sums[Index(j)]
+        load_sums[Index(block_a)] -= sums
+        load_sums[Index(block_b)] += sums
+        expert[Index(block_a)] += expert_a
+        expert[Index(block_b)] += expert_b
 
 
 @njit(cache=True, nogil=True)
@@ -556,15 +578,29 @@ def _walk(
     num_proposals: Number,
 ) -> None:
     """Metropolis walk; ``relocations`` and ``exchanges`` are chances in 4096, weights are per work unit."""
-    # Arrays are taken out of the tuples once: a tuple field read in the loop costs a reference count.
-    sample_loads, sample_load_sums = tables.loads, tables.load_sums
-    sample_attention, lengths = tables.attention, tables.lengths
-    cell_of_sample, fill, size = state.cell_of_sample, state.fill, state.size
-    attention, peaks, loads, load_sums = state.attention, state.peaks, state.loads, state.load_sums
-    expert, work, shard_work = state.expert, state.work, state.shard_work
-    row_of_block, shard_of_block, block_of_cell = state.row_of_block, state.shard_of_block, tables.block_of_cell
-    touched, is_touched, levels = state.touched, state.is_touched, state.levels
-    best_cell, best_row, best_shard = state.best_cell, state.best_row, state.best_shard
+    sample_loads = _borrowed(tables.loads)
+    sample_load_sums = _borrowed(tables.load_sums)
+    sample_attention = _borrowed(tables.attention)
+    lengths = _borrowed(tables.lengths)
+    block_of_cell = _borrowed(tables.block_of_cell)
+    cell_of_sample = _borrowed(state.cell_of_sample)
+    fill = _borrowed(state.fill)
+    size = _borrowed(state.size)
+    attention = _borrowed(state.attention)
+    peaks = _borrowed(state.peaks)
+    loads = _borrowed(state.loads)
+    load_sums = _borrowed(state.load_sums)
+    expert = _borrowed(state.expert)
+    work = _borrowed(state.work)
+    shard_work = _borrowed(state.shard_work)
+    row_of_block = _borrowed(state.row_of_block)
+    shard_of_block = _borrowed(state.shard_of_block)
+    touched = _borrowed(state.touched)
+    is_touched = _borrowed(state.is_touched)
+    best_cell = _borrowed(state.best_cell)
+    best_row = _borrowed(state.best_row)
+    best_shard = _borrowed(state.best_shard)
+    levels = state.levels
     num_samples, num_classes, shard_size = tables.num_samples, tables.num_classes, tables.shard_size
     num_blocks, num_cells = work.shape[0], fill.shape[0]
     num_slots = shard_size * tables.num_shards
@@ -593,53 +629,53 @@ def _walk(
         if kind < exchanges:
             block_a = np.int64((high * np.uint64(num_blocks)) >> np.uint64(32))
             block_b = (x * num_blocks) >> 20
-            shard_a = shard_of_block[block_a]
-            shard_b = shard_of_block[block_b]
+            shard_a = shard_of_block[Index(block_a)]
+            shard_b = shard_of_block[Index(block_b)]
             if shard_a == shard_b:
                 continue
             fitting += 1
             evaluated += 1
-            change_a = work[block_b] - work[block_a]
+            change_a = work[Index(block_b)] - work[Index(block_a)]
             new_0 = _new_max_shard(shard_work, shard_a, shard_b, change_a, -change_a)
             energy = weight_0 * (new_0 - level_0)
             if energy > 0.0 and (energy * uniform > slack or energy > -temperature * np.log(uniform)):
                 continue
             new_1 = level_1
             new_2 = level_2
-            shard_work[shard_a] += change_a
-            shard_work[shard_b] -= change_a
-            shard_of_block[block_a] = shard_b
-            shard_of_block[block_b] = shard_a
-            row = row_of_block[block_a]
-            row_of_block[block_a] = row_of_block[block_b]
-            row_of_block[block_b] = row
+            shard_work[Index(shard_a)] += change_a
+            shard_work[Index(shard_b)] -= change_a
+            shard_of_block[Index(block_a)] = shard_b
+            shard_of_block[Index(block_b)] = shard_a
+            row = row_of_block[Index(block_a)]
+            row_of_block[Index(block_a)] = row_of_block[Index(block_b)]
+            row_of_block[Index(block_b)] = row
         else:
             i = np.int64((high * np.uint64(num_samples)) >> np.uint64(32))
-            a = np.int64(cell_of_sample[i])
+            a = np.int64(cell_of_sample[Index(i)])
             if kind < exchanges + relocations:
                 j = num_samples
                 if tables.fixed_slots:
                     b = ((x * tables.num_rows) >> 20) * num_slots + a % num_slots
                 else:
                     b = (x * num_cells) >> 20
-                if a == b or size[a] <= least_samples:
+                if a == b or size[Index(a)] <= least_samples:
                     continue
             else:
                 distance = 1 + (((x >> 1) * window) >> 19)
                 j = i + distance if x & 1 else i - distance
                 if j < 0 or j >= num_samples:
                     continue
-                b = np.int64(cell_of_sample[j])
+                b = np.int64(cell_of_sample[Index(j)])
                 if a == b:
                     continue
-            tokens = lengths[i] - lengths[j]
-            if fill[b] + tokens > capacity or fill[a] - tokens > capacity:
+            tokens = lengths[Index(i)] - lengths[Index(j)]
+            if fill[Index(b)] + tokens > capacity or fill[Index(a)] - tokens > capacity:
                 continue
             fitting += 1
-            block_a = np.int64(block_of_cell[a])
-            block_b = np.int64(block_of_cell[b])
-            shard_a = shard_of_block[block_a]
-            shard_b = shard_of_block[block_b]
+            block_a = np.int64(block_of_cell[Index(a)])
+            block_b = np.int64(block_of_cell[Index(b)])
+            shard_a = shard_of_block[Index(block_a)]
+            shard_b = shard_of_block[Index(block_b)]
             change_a, change_b = _attention_change(
                 sample_attention, attention, peaks, shard_size, num_classes, i, j, a, b, block_a, block_b
             )
@@ -647,9 +683,13 @@ def _walk(
             expert_b = 0
             if block_a != block_b and unit != 0:
                 # Σ_l max_p is at least Σ_{l,p} / P: reject what fails even then.
-                sums = sample_load_sums[i] - sample_load_sums[j]
-                least_a = change_a + (np.int64((load_sums[block_a] - sums) * share) - expert[block_a]) * unit
-                least_b = change_b + (np.int64((load_sums[block_b] + sums) * share) - expert[block_b]) * unit
+                sums = sample_load_sums[Index(i)] - sample_load_sums[Index(j)]
+                least_a = (
+                    change_a + (np.int64((load_sums[Index(block_a)] - sums) * share) - expert[Index(block_a)]) * unit
+                )
+                least_b = (
+                    change_b + (np.int64((load_sums[Index(block_b)] + sums) * share) - expert[Index(block_b)]) * unit
+                )
                 new_0 = _new_max_shard(shard_work, shard_a, shard_b, least_a, least_b)
                 new_2 = _new_max_row(work, level_2, block_a, block_b, least_a, least_b)
                 energy = weight_0 * (new_0 - level_0) + weight_1 * (least_a + least_b)
@@ -666,8 +706,8 @@ def _walk(
                     num_ranks,
                     num_layers,
                 )
-                expert_a -= expert[block_a]
-                expert_b -= expert[block_b]
+                expert_a -= expert[Index(block_a)]
+                expert_b -= expert[Index(block_b)]
                 change_a += expert_a * unit
                 change_b += expert_b * unit
             evaluated += 1

@@ -72,7 +72,8 @@ class Annealing(Solver):
         descent.
     initial_rise, final_rise : float
         See above. A move of mean rise is accepted with probability
-        exp(−1 / rise).
+        exp(−1 / rise). Default of ``initial_rise``: 0.15; 0.5 below 128 samples, where
+        one move is a large part of a packing and a cold start is a trap.
     energy_weights : tuple of float
         w₀, w₁, w₂; the paper has (1, 10⁻⁶, 10⁻⁹). With so small a w₁ the shards that
         are not the heaviest wander freely, which costs about 0.1 points of gap.
@@ -112,7 +113,7 @@ class Annealing(Solver):
     schedule: str = "geometric"
     initial_temperature: float | None = None
     final_temperature: float | None = None
-    initial_rise: float = 0.15
+    initial_rise: float | None = None
     final_rise: float = 0.002
     energy_weights: tuple[float, float, float] = (1.0, 1.0, 1e-9)
     attention_weight: float = 1.0
@@ -144,7 +145,7 @@ class Annealing(Solver):
             object.__setattr__(self, "seeds", tuple(seeds))
         for name in ("initial_rise", "final_rise", "initial_temperature", "final_temperature"):
             value = getattr(self, name)
-            if value is None and name.endswith("temperature"):
+            if value is None and name != "final_rise":
                 continue
             if not _is_number(value) or value <= 0:
                 faults.add(f"{name} is {value!r}; it must be a number above 0")
@@ -383,7 +384,10 @@ class _Population:
         first, last = options.initial_temperature, options.final_temperature
         if first is None or last is None:
             rise = self._mean_rise()
-            first = options.initial_rise * rise if first is None else first
+            share = options.initial_rise
+            if share is None:
+                share = 0.15 if self.tables.num_samples >= 128 else 0.5
+            first = share * rise if first is None else first
             last = min(options.final_rise * rise if last is None else last, first)
         count = options.num_levels
         if count == 1:

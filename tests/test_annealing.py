@@ -61,20 +61,23 @@ def routed_problem(seed: int, *, num_samples: int = 40, equal_lengths: bool = Fa
     return Problem.from_arrays(lengths, counts, **{**options, **changes})
 
 
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6), least=st.sampled_from([0, 0, 1]))
-def test_the_optimum_of_tiny_problems_is_found(seed: int, least: int) -> None:
-    try:
-        problem = tiny_problem(seed, min_samples_per_cell=least)
-    except InfeasibleProblemError:
-        return
-    if problem.num_cells**problem.num_samples > 300_000:
-        return
-    best = evaluate(problem, brute_force(problem, contiguous(problem)))
-    # The first level is what the walk is after; ties on it are settled by the archive only.
-    found = value(problem, pack(Annealing(num_levels=10), problem, iteration_limit=40_000))
-    assert found >= best
-    assert found.levels[0] == best.levels[0]
+@pytest.mark.parametrize("least", [0, 1])
+def test_the_optimum_of_tiny_problems_is_found(least: int) -> None:
+    compared = 0
+    for seed in range(60):
+        try:
+            problem = tiny_problem(seed, min_samples_per_cell=least)
+        except InfeasibleProblemError:
+            continue
+        if problem.num_cells**problem.num_samples > 100_000:
+            continue
+        best = evaluate(problem, brute_force(problem, contiguous(problem)))
+        found = value(problem, pack(Annealing(num_levels=10), problem, iteration_limit=40_000))
+        # The first level is what the walk is after; ties on it are settled by the archive only.
+        assert found >= best
+        assert found.levels[0] == best.levels[0]
+        compared += 1
+    assert compared >= 20
 
 
 @pytest.mark.parametrize("options", [Annealing(), Annealing(num_chains=5, resampling=False, schedule="linear")])
