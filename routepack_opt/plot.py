@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -268,6 +269,11 @@ def _legend_above(ax: Axes, handles: Sequence[Any] | None = None, *, handle_em: 
     )  # fmt: skip
 
 
+def _series(rows: Any) -> str:
+    """Column that tells planners apart: their labels where a study gives them."""
+    return "label" if "label" in rows.columns else "planner"
+
+
 def _light_grid(ax: Axes, axis: str) -> None:
     ax.grid(axis=axis, color="0.88", linewidth=0.5)  # type: ignore[arg-type]
 
@@ -483,10 +489,55 @@ def shard_rows(
 # ------------------------------------------------------------------------------------------------ over time
 
 
-def _steps(result: Result) -> tuple[npt.NDArray[np.float64], IntArray]:
-    times = np.array([point.time for point in result.trace.incumbents])
-    values = np.array([point.levels[0] for point in result.trace.incumbents], dtype=np.int64)
-    return times, values
+@dataclass(frozen=True)
+class _Curve:
+    """Incumbents of one run: first levels (work units) over time, and bounds reported on the way."""
+
+    times: npt.NDArray[np.float64]
+    values: IntArray
+    bounds: tuple[tuple[float, int], ...]
+    runtime: float
+    unit: int
+
+
+def _curve(run: Any, label: str) -> _Curve | None:
+    """The curve of a result, or of a history as a study stores it; None without an incumbent."""
+    if isinstance(run, Result):
+        points = [(point.time, point.levels[0]) for point in run.trace.incumbents]
+        reported = [(point.time, point.bound) for point in run.trace.bounds if point.level == LEVELS[0]]
+        runtime, unit = run.runtime, 1 if run.score is None else run.score.unit_denominator
+    elif isinstance(run, Mapping) and {"incumbents", "bounds", "runtime", "unit_denominator"} <= set(run):
+        points = [(point["time"], point["levels"][0]) for point in run["incumbents"]]
+        reported = [(point["time"], point["bound"]) for point in run["bounds"] if point["level"] == LEVELS[0]]
+        runtime, unit = run["runtime"], run["unit_denominator"]
+    else:
+        raise InvalidInputError(f"{label} is {type(run).__name__}; it must be a Result or a history of a study")
+    if not points:
+        return None
+    times, values = zip(*points, strict=True)
+    return _Curve(np.array(times), np.array(values, dtype=np.int64), tuple(reported), runtime, unit)
+
+
+def _curves(results: Any) -> dict[str, list[_Curve]]:
+    """Runs by label: several seeds of one planner are one line."""
+    if isinstance(results, Result):
+        results = [results]
+    by_label: dict[str, list[Any]] = {}
+    if isinstance(results, Mapping):
+        for label, given in results.items():
+            by_label[str(label)] = list(given) if isinstance(given, Sequence) else [given]
+    else:
+        for result in results:
+            by_label.setdefault(str(getattr(result, "planner", "run")), []).append(result)
+    found = {
+        label: [curve for run in runs if (curve := _curve(run, label)) is not None] for label, runs in by_label.items()
+    }
+    found = {label: curves for label, curves in found.items() if curves}
+    if not found:
+        raise InvalidInputError("no result has an incumbent to draw", context="convergence")
+    if len({curve.unit for curves in found.values() for curve in curves}) > 1:
+        raise InvalidInputError("the results are of problems with different work units", context="convergence")
+    return found
 
 
 def _gaps(levels: npt.NDArray[np.float64], limit: int) -> npt.NDArray[np.float64]:
@@ -502,7 +553,7 @@ def _at(times: npt.NDArray[np.float64], values: IntArray, grid: npt.NDArray[np.f
 
 @_styled
 def convergence(
-    results: Result | Sequence[Result] | Mapping[str, Result] | Runs,
+    results: Result | Sequence[Result] | Mapping[str, Any] | Runs,
     *,
     bound: int | Bound | None = None,
     ax: Axes | None = None,
@@ -514,7 +565,9 @@ def convergence(
 
     Parameters
     ----------
-    results : Result, sequence, mapping of label to Result, or Runs
+    results : Result, sequence, Runs, or mapping
+        A mapping of labels holds results, histories of a study
+        (:meth:`routepack_opt.study.StudyTable.history`), or lists of either.
     bound : int or Bound, optional
         Proven bound on the first level, work units; default: that of ``Runs``.
         With it the gap in % is drawn, without it the work in units of J.
@@ -529,36 +582,25 @@ def convergence(
     Raises
     ------
     InvalidInputError
-        If no result has an incumbent, or ``bound`` is not positive.
+        If no result has an incumbent, ``bound`` is not positive or above a value,
+        or the results are of problems with different work units.
     """
     limit = _limit(results, bound)
     if limit is not None and limit <= 0:
         raise InvalidInputError(f"bound is {limit}; a gap needs a bound above 0")
-    if isinstance(results, Result):
-        results = [results]
-    by_label: dict[str, list[Result]] = {}
-    if isinstance(results, Mapping):
-        by_label = {label: [result] for label, result in results.items()}
-    else:
-        for result in results:
-            by_label.setdefault(result.planner, []).append(result)
-    with_plan = {label: [run for run in runs if run.trace.incumbents] for label, runs in by_label.items()}
-    with_plan = {label: runs for label, runs in with_plan.items() if runs}
-    if not with_plan:
-        raise InvalidInputError("no result has an incumbent to draw", context="convergence")
+    curves_of = _curves(results)
+    every = [curve for curves in curves_of.values() for curve in curves]
     ax = _axes(ax, 2.2)
-    score = next(run.score for runs in with_plan.values() for run in runs if run.score is not None)
-    unit = score.unit_denominator
-    end = max(max(run.runtime, run.trace.incumbents[-1].time) for runs in with_plan.values() for run in runs)
-    start = max(1e-4, min(run.trace.incumbents[0].time for runs in with_plan.values() for run in runs))
+    unit = every[0].unit
+    end = max(max(curve.runtime, float(curve.times[-1])) for curve in every)
+    start = max(1e-4, min(float(curve.times[0]) for curve in every))
     finals: list[tuple[float, str, str]] = []
     drawn: list[npt.NDArray[np.float64]] = []
-    for k, (label, runs) in enumerate(with_plan.items()):
-        curves = [_steps(run) for run in runs]
-        first = max(times[0] for times, _ in curves)
-        grid = np.unique(np.concatenate([times for times, _ in curves] + [[end]]))
+    for k, (label, curves) in enumerate(curves_of.items()):
+        first = max(float(curve.times[0]) for curve in curves)
+        grid = np.unique(np.concatenate([curve.times for curve in curves] + [np.array([end])]))
         grid = np.maximum(grid[grid >= first], start)
-        levels = np.stack([_at(times, values, np.maximum(grid, first)) for times, values in curves])
+        levels = np.stack([_at(curve.times, curve.values, np.maximum(grid, first)) for curve in curves])
         shown = _gaps(levels, limit) if limit is not None else levels / unit
         middle = np.median(shown, axis=0)
         look = _look(k)
@@ -568,16 +610,15 @@ def convergence(
             grid, middle, drawstyle="steps-post", label=_short(label, 40), marker=mark, markevery=marked,
             markersize=3.2, **look,
         )  # fmt: skip
-        if len(runs) > 1:
+        if len(curves) > 1:
             ax.fill_between(
                 grid, shown.min(axis=0), shown.max(axis=0), step="post", color=look["color"], alpha=0.18, linewidth=0
             )
         if limit is None:
-            for run in runs:
-                points = [point for point in run.trace.bounds if point.level == LEVELS[0]]
-                if points:
-                    best = np.maximum.accumulate([point.bound / unit for point in points])
-                    times = np.maximum([point.time for point in points] + [end], start)
+            for curve in curves:
+                if curve.bounds:
+                    best = np.maximum.accumulate([value / unit for _, value in curve.bounds])
+                    times = np.maximum([time for time, _ in curve.bounds] + [end], start)
                     ax.plot(
                         times, [*best, best[-1]], drawstyle="steps-post", linewidth=0.7, color=look["color"],
                         linestyle=look["linestyle"],
@@ -865,7 +906,7 @@ def frontier(rows: pd.DataFrame, *, x: str = "num_samples", ax: Axes | None = No
     Parameters
     ----------
     rows : DataFrame
-        One row a run with the columns ``planner``, ``status`` and ``x``.
+        One row a run with the columns ``planner`` (or ``label``), ``status`` and ``x``.
     x : str
         Column of the size.
     ax : Axes, optional
@@ -879,13 +920,14 @@ def frontier(rows: pd.DataFrame, *, x: str = "num_samples", ax: Axes | None = No
     InvalidInputError
         If a column is missing or there is no row.
     """
-    _columns(rows, ["planner", "status", x], "frontier")
+    series = _series(rows)
+    _columns(rows, [series, "status", x], "frontier")
     ax = _axes(ax, 2.1)
-    planners = list(dict.fromkeys(rows["planner"]))
+    planners = list(dict.fromkeys(rows[series]))
     sizes = np.array(sorted(set(rows[x])), dtype=float)
     step = float(np.diff(sizes).min()) if len(sizes) > 1 else 1.0
     for k, planner in enumerate(planners):
-        part = rows[rows["planner"] == planner]
+        part = rows[rows[series] == planner]
         at, shares, below, above = [], [], [], []
         for size in sorted(set(part[x])):
             proven = part.loc[part[x] == size, "status"].eq("optimal")
@@ -993,7 +1035,7 @@ def pareto(
     Parameters
     ----------
     rows : DataFrame
-        One row a run: ``planner``, the columns ``x`` and ``y``, and optionally
+        One row a run: ``planner`` (or ``label``), the columns ``x`` and ``y``, and optionally
         ``time_limit``; runs of one planner under several limits are joined by a line.
     x, y : str
         Columns; smaller is better in both.
@@ -1010,15 +1052,16 @@ def pareto(
     InvalidInputError
         If a column is missing, or no row has both values.
     """
-    _columns(rows, ["planner", x, y], "time and quality")
+    series = _series(rows)
+    _columns(rows, [series, x, y], "time and quality")
     complete = rows[rows[x].notna() & rows[y].notna()]
     if not len(complete):
         raise InvalidInputError(f"no row has both {x!r} and {y!r}", context="time and quality")
     ax = _axes(ax, 2.3)
     scale = 100.0 if percent else 1.0
     centres: list[tuple[float, float]] = []
-    for k, planner in enumerate(dict.fromkeys(complete["planner"])):
-        part = complete[complete["planner"] == planner]
+    for k, planner in enumerate(dict.fromkeys(complete[series])):
+        part = complete[complete[series] == planner]
         limits: Iterable[Any] = [None]
         if "time_limit" in part.columns and part["time_limit"].nunique() > 1:
             limits = sorted(part["time_limit"].dropna().unique())

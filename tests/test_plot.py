@@ -239,11 +239,31 @@ def test_convergence_without_a_bound_draws_work_and_reported_bounds(problem: Pro
     assert "J" in ax.get_ylabel()
 
 
+def test_convergence_of_histories_is_that_of_their_results(problem: Problem, plan: Plan) -> None:
+    run = result(problem, plan, planner="cpsat", steps=((0.1, 1.5), (0.4, 1.0)), bounds=((0.2, 0.5),))
+    history = {
+        "unit_denominator": problem.unit_denominator,
+        "runtime": run.runtime,
+        "incumbents": [{"time": point.time, "levels": list(point.levels)} for point in run.trace.incumbents],
+        "bounds": [{"time": point.time, "level": point.level, "bound": point.bound} for point in run.trace.bounds],
+    }
+    ours, theirs = plot.convergence(run), plot.convergence({"cpsat": [history]})
+    assert len(ours.lines) == len(theirs.lines) == 2
+    for one, other in zip(ours.lines, theirs.lines, strict=True):
+        np.testing.assert_array_equal(one.get_xydata(), other.get_xydata())
+    with pytest.raises(InvalidInputError, match="different work units"):
+        plot.convergence({"a": history, "b": history | {"unit_denominator": 1}})
+    with pytest.raises(InvalidInputError, match="it must be a Result or a history"):
+        plot.convergence({"a": 3})
+
+
 def test_convergence_refuses_what_has_no_gap(problem: Problem, plan: Plan) -> None:
     with pytest.raises(InvalidInputError, match="bound is 0"):
         plot.convergence(result(problem, plan), bound=0)
     with pytest.raises(InvalidInputError, match="no result has an incumbent"):
         plot.convergence([result(problem, None)])
+    with pytest.raises(InvalidInputError, match="below the proven bound"):
+        plot.convergence(result(problem, plan), bound=evaluate(problem, plan).max_shard_work + 1)
 
 
 # --------------------------------------------------------------------------------------------- modelled time

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from routepack_opt.study.design import Design as Design
+    from routepack_opt.study.runner import StudyError as StudyError
     from routepack_opt.study.runner import run as run
     from routepack_opt.study.statistics import Comparison as Comparison
     from routepack_opt.study.statistics import bonferroni as bonferroni
     from routepack_opt.study.statistics import bootstrap_interval as bootstrap_interval
     from routepack_opt.study.statistics import compare as compare
+    from routepack_opt.study.statistics import gaps as gaps
     from routepack_opt.study.statistics import holm as holm
     from routepack_opt.study.statistics import paired_test as paired_test
     from routepack_opt.study.statistics import performance_profile as performance_profile
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
 _NAMES = {
     "Comparison": "statistics",
     "Design": "design",
+    "StudyError": "runner",
     "StudyTable": "table",
     "bonferroni": "statistics",
     "bootstrap_interval": "statistics",
     "compare": "statistics",
+    "gaps": "statistics",
     "holm": "statistics",
     "latex": "table",
     "load": "table",
