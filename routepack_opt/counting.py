@@ -95,6 +95,34 @@ def _add_packed(words: AnyArray, num_layers: int, top_k: int, width: Any, histog
 
 
 @njit(nogil=True)
+def _add_eight(words: AnyArray, num_layers: int, width: Any, histogram: AnyArray, sign: Any) -> bool:
+    """As :func:`_add_packed` for K = 8, unrolled."""
+    mask = np.uint64(0xFFFF)
+    s16 = np.uint64(16)
+    s32 = np.uint64(32)
+    s48 = np.uint64(48)
+    two = np.uint64(2)
+    start = np.uint64(0)
+    j = np.uint64(0)
+    doubtful = False
+    for _ in range(num_layers):
+        word = words[j]
+        other = words[j + np.uint64(1)]
+        j += two
+        doubtful |= ((word ^ (word >> s16)) & mask) == 0
+        histogram[start + (word & mask)] += sign
+        histogram[start + ((word >> s16) & mask)] += sign
+        histogram[start + ((word >> s32) & mask)] += sign
+        histogram[start + (word >> s48)] += sign
+        histogram[start + (other & mask)] += sign
+        histogram[start + ((other >> s16) & mask)] += sign
+        histogram[start + ((other >> s32) & mask)] += sign
+        histogram[start + (other >> s48)] += sign
+        start += width
+    return doubtful
+
+
+@njit(nogil=True)
 def _add_plain(row: AnyArray, num_layers: int, top_k: int, width: Any, histogram: AnyArray, sign: Any) -> bool:
     """Add a row of unsigned ids; true if two first ids of a layer are equal."""
     start = np.uint64(0)
@@ -128,6 +156,49 @@ def _repeats(row: AnyArray, num_layers: int, top_k: int) -> bool:
                 if row[a] == row[b]:
                     return True
     return False
+
+
+@njit(nogil=True)
+def _add_clean_rows(
+    ids: AnyArray,
+    words: AnyArray,
+    packed: bool,
+    start: int,
+    stop: int,
+    first_column: int,
+    num_layers: int,
+    top_k: int,
+    width: Any,
+    mask_arange: bool,
+    check_distinct: bool,
+    histogram: AnyArray,
+) -> int:
+    """Add rows from ``start`` on; the first row that needs a closer look, not added, or ``stop``."""
+    one = np.uint16(1)
+    minus_one = np.uint16(65535)
+    columns = num_layers * top_k
+    several = top_k > 1
+    for t in range(start, stop):
+        row = ids[t][first_column : first_column + columns]
+        top = np.uint64(_largest(row))
+        if top >= width or (top == 0 and several):
+            return t
+        if mask_arange and row[0] == 0 and _is_arange(row, num_layers, top_k):
+            return t
+        if check_distinct and _repeats(row, num_layers, top_k):
+            return t
+        if packed and top_k == 8:
+            if _add_eight(words[t], num_layers, width, histogram, one):
+                _add_eight(words[t], num_layers, width, histogram, minus_one)
+                return t
+        elif packed:
+            if _add_packed(words[t], num_layers, top_k, width, histogram, one):
+                _add_packed(words[t], num_layers, top_k, width, histogram, minus_one)
+                return t
+        elif _add_plain(row, num_layers, top_k, width, histogram, one):
+            _add_plain(row, num_layers, top_k, width, histogram, minus_one)
+            return t
+    return stop
 
 
 @njit(nogil=True)
@@ -284,10 +355,7 @@ def _count(
 ) -> int:
     """Count every sample. ``ids`` unsigned [T, columns], a view with -1 stored as ``missing``."""
     num_faults = 0
-    one = np.uint16(1)
-    minus_one = np.uint16(65535)
     width = np.uint64(num_slots)
-    bound = np.uint64(num_slots)
     columns = num_layers * top_k
     histogram = np.zeros(num_layers * num_slots, dtype=np.uint16)
     flush_every = 65535 // top_k
@@ -295,10 +363,12 @@ def _count(
     for sample in range(offsets.shape[0] - 1):
         since_flush = 0
         clean = 0
-        for t in range(offsets[sample], offsets[sample + 1]):
+        stop = offsets[sample + 1]
+        t = offsets[sample]
+        while t < stop:
             if use_valid and not valid[t]:
+                t += 1
                 continue
-            statistics[sample, _PRESENT] += 1
             if since_flush == flush_every:
                 num_faults = _flush(
                     histogram,
@@ -313,26 +383,33 @@ def _count(
                     num_faults,
                 )
                 since_flush = 0
-            since_flush += 1
-            row = ids[t][first_column : first_column + columns]
-            top = np.uint64(_largest(row))
-            doubtful = top >= bound or (top == 0 and top_k > 1)
-            if not doubtful:
-                doubtful = masks[2] and _is_arange(row, num_layers, top_k)
-                if check_distinct and not doubtful:
-                    doubtful = _repeats(row, num_layers, top_k)
-            if not doubtful:
-                if packed:
-                    doubtful = _add_packed(words[t], num_layers, top_k, width, histogram, one)
-                    if doubtful:
-                        _add_packed(words[t], num_layers, top_k, width, histogram, minus_one)
-                else:
-                    doubtful = _add_plain(row, num_layers, top_k, width, histogram, one)
-                    if doubtful:
-                        _add_plain(row, num_layers, top_k, width, histogram, minus_one)
-            if doubtful:
+            end = min(stop, t + flush_every - since_flush)
+            if use_valid:
+                run = t
+                while run < end and valid[run]:
+                    run += 1
+                end = run
+            reached = _add_clean_rows(
+                ids,
+                words,
+                packed,
+                t,
+                end,
+                first_column,
+                num_layers,
+                top_k,
+                width,
+                masks[2],
+                check_distinct,
+                histogram,
+            )
+            clean += reached - t
+            since_flush += reached - t
+            statistics[sample, _PRESENT] += reached - t
+            t = reached
+            if t < end:
                 num_faults = _look_closely(
-                    row,
+                    ids[t][first_column : first_column + columns],
                     t - offsets[sample],
                     sample,
                     num_layers,
@@ -346,8 +423,9 @@ def _count(
                     faults,
                     num_faults,
                 )
-            else:
-                clean += 1
+                statistics[sample, _PRESENT] += 1
+                since_flush += 1
+                t += 1
         for layer in range(num_layers):
             rows_read[sample, layer] += clean
         num_faults = _flush(
