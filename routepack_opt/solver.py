@@ -266,6 +266,10 @@ class Run:
             return Limit.INTERRUPTED
         return Limit.TIME if time.perf_counter() >= self._deadline else self._record.limit
 
+    def interrupt(self) -> None:
+        """Note a Ctrl-C that the component caught itself, to return the best it has."""
+        self._record.interrupted = True
+
     def progress(self, fraction: float | None = None) -> None:
         """Tell the caller how far the run is; cheap, at most ten calls a second get through."""
         record = self._record

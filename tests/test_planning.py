@@ -247,44 +247,6 @@ def test_pack_with_a_given_placement() -> None:
         planning.pack(found, Scripted(), placement=Placement.contiguous(2, 4, ep_size=4))
 
 
-def test_same_seed_same_stream() -> None:
-    runs = [Run(problem(), seed=7) for _ in range(2)]
-    first = [run.sub(Scripted()).rng.integers(1 << 40) for run in runs]
-    second = [run.sub(Scripted()).rng.integers(1 << 40) for run in runs]
-    assert first[0] == first[1]
-    assert second[0] == second[1]
-    assert first[0] != second[0]
-    assert Run(problem(), seed=7).rng.integers(1 << 40) == Run(problem(), seed=7).rng.integers(1 << 40)
-
-
-def test_sub_runs_share_budget_and_archive() -> None:
-    run = Run(problem(), iteration_limit=100, time_limit=10)
-    child = run.sub(Scripted(), 0.25)
-    assert child.iteration_limit == 25
-    assert 0 < child.time_left() <= 2.5
-    child.placement = Placement.contiguous(2, 4, ep_size=2)
-    assert child.report(cells(problem(), bad=True))
-    assert not child.report(cells(problem(), bad=True))
-    assert run.best is not None
-    assert run.trace().incumbents[0].solver == "scripted"
-
-
-@pytest.mark.parametrize(
-    "claim",
-    [
-        {"level": "nonsense", "value": 1, "bound": None, "proved": False, "limit": Limit.TIME},
-        {"level": LEVELS[0], "value": 1, "bound": 1, "proved": True, "limit": Limit.TIME},
-        {"level": LEVELS[0], "value": 1, "bound": 0, "proved": True, "limit": None},
-        {"level": LEVELS[0], "value": 1, "bound": 2, "proved": False, "limit": Limit.TIME},
-        {"level": LEVELS[0], "value": 1, "bound": None, "proved": False, "limit": None},
-    ],
-)
-def test_senseless_claims_are_refused(claim: dict[str, Any]) -> None:
-    run = Run(problem())
-    with pytest.raises(SolverClaimError):
-        run.claim(claim.pop("level"), claim.pop("value"), claim.pop("bound"), **claim)
-
-
 def test_compare_holds_results_against_one_bound() -> None:
     found = problem()
     runs = planning.compare(found, [(Scripted(), Scripted("good")), (Scripted(), Scripted("worse last"))], seeds=2)
