@@ -96,8 +96,9 @@ def _emit(value: dict[str, Any]) -> None:
 def _print_frame(frame: Any, title: str) -> None:
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in frame.columns:
-        numeric = column not in ("planner", "status")
-        table.add_column(str(column), justify="right" if numeric else "left", no_wrap=True)
+        numeric = column not in ("planner", "status", "problem")
+        width = max(len(str(column)), *(len(str(value)) for value in frame[column])) if numeric else None
+        table.add_column(str(column), justify="right" if numeric else "left", no_wrap=True, min_width=width)
     for row in frame.itertuples(index=False):
         table.add_row(*(escape(str(value)) for value in row))
     out.print(table)
@@ -520,7 +521,8 @@ def study_run(
     if as_json:
         _emit(table.to_dict())
     else:
-        out.print(escape(repr(table)))
+        out.print(escape(table.question))
+        _print_frame(table.formatted(), f"{table.name}: {len(table)} rows in {table.folder}")
 
 
 def main() -> None:

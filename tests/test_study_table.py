@@ -71,10 +71,12 @@ def test_summary_is_the_median_over_seeds_without_failed_runs() -> None:
     assert len(summary) == 1
     (line,) = summary.to_dict("records")
     assert (line["problem"], line["planner"], line["runs"], line["failed"]) == ("p", "today", 3, 1)
-    assert line["max shard work"] == 3.5
+    assert line["shard work"] == 3.5
     assert line["gap %"] == pytest.approx(15.0)
-    assert line["worst gap %"] == pytest.approx(20.0)
+    assert line["worst %"] == pytest.approx(20.0)
     assert "why?" in repr(table(*rows))
+    assert "failed" not in table(*rows).formatted()
+    assert table(*rows, failed(seed=2)).formatted()["failed"].tolist() == ["1"]
     only_failed = table(failed()).summary().to_dict("records")[0]
     assert pd.isna(only_failed["gap %"])
     assert pd.isna(only_failed["optimal %"])

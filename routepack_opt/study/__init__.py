@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from routepack_opt.study.table import latex as latex
     from routepack_opt.study.table import load as load
     from routepack_opt.study.table import markdown as markdown
+    from routepack_opt.study.table import written as written
 
 _NAMES = {
     "Comparison": "statistics",
@@ -49,6 +50,7 @@ _NAMES = {
     "primal_integral": "statistics",
     "run": "runner",
     "time_to_target": "statistics",
+    "written": "table",
 }
 
 __all__ = [*_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -165,8 +165,9 @@ class StudyTable:
     def summary(self) -> pd.DataFrame:
         """Medians over seeds: one row a problem, planner and limit.
 
-        Columns: runs, failed runs, share proven optimal, max shard work (J), gap %
-        (median and worst), window and row CV %, seconds.
+        Columns: runs, failed runs, share proven optimal, shard work (max shard work in
+        units of J), gap % to the any-placement bound (median and worst), EP-rank CV % of
+        the window and within blocks, wall seconds of a run.
         """
         import pandas as pd
 
@@ -187,15 +188,21 @@ class StudyTable:
                 "runs": len(part),
                 "failed": int(part["failed"].sum()),
                 "optimal %": 100 * float(solved["optimal"].mean()) if len(solved) else None,
-                "max shard work": solved["max_shard_work"].median(),
+                "shard work": solved["max_shard_work"].median(),
                 "gap %": 100 * solved["gap"].median(),
-                "worst gap %": 100 * solved["gap"].max(),
-                "window CV %": 100 * solved["global_cv"].median(),
+                "worst %": 100 * solved["gap"].max(),
+                "CV %": 100 * solved["global_cv"].median(),
                 "row CV %": 100 * solved["row_cv"].median(),
-                "seconds": solved["runtime"].median(),
+                "s": solved["runtime"].median(),
             }
             rows.append(row)
         return pd.DataFrame(rows).rename(columns={"label": "planner"})
+
+    def formatted(self) -> pd.DataFrame:
+        """The summary as text, without columns that are all zero failures or proofs."""
+        summary = self.summary()
+        dull = [name for name in ("failed", "optimal %") if not summary[name].fillna(0).any()]
+        return written(summary.drop(columns=dull))
 
     def to_csv(self, path: files.PathLike) -> None:
         """Write the tidy table as CSV, atomically."""
@@ -223,10 +230,10 @@ class StudyTable:
         head = f"{self.name}: {len(self.rows)} rows" + (f", {len(self.failed)} failed" if self.failed else "")
         if self.question:
             head += f"\n{self.question}"
-        return head if not self.rows else f"{head}\n{written(self.summary()).to_string(index=False)}"
+        return head if not self.rows else f"{head}\n{self.formatted().to_string(index=False)}"
 
     def _repr_html_(self) -> str:
-        body = written(self.summary()).to_html(index=False) if self.rows else ""
+        body = self.formatted().to_html(index=False) if self.rows else ""
         return f"<p>{self.name}: {self.question}</p>{body}"
 
 
