@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,19 @@ def test_missing_routes_and_the_arange_tail_are_masked(tmp_path: Path) -> None:
     assert coverage.rows_missing[0].tolist() == [1] * L
     with pytest.raises(InvalidInputError, match="2 of 10 tokens have no route"):
         formats.read("nemo-rl", [path], num_experts=E)
+
+
+def test_a_stream_holds_one_sample_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    line = json.dumps({"length": 2001, "routed_experts": nemo_rl.encode(routes(2000), num_experts=E)})
+    path.write_text(f"{line}\n" * 150)
+    formats.read("nemo-rl", [path], num_experts=E)  # compile and import before measuring
+    tracemalloc.start()
+    batch, _ = formats.read("nemo-rl", [path], num_experts=E)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert batch.num_samples == 150
+    assert peak < path.stat().st_size / 8
 
 
 def test_partial_missing_rows_are_refused(tmp_path: Path) -> None:
