@@ -23,14 +23,14 @@ depends on them more than on anything else:
 - ``length_annealing``: length-only annealing, the strongest routing-blind packing.
 
 Expected (tiny, flash; noise low): rerouting removes > 99.9 % of the EP-rank CV and
-gains about 4.3 and 7.6 % (paper 3.80 and 10.50). Packing on top gains 14 and 7.4 %
-against ``ffd``, 4.4 and 3.7 % against ``ffd_dealt`` (paper 4.86 and 3.98). Guided
-packing against ``length_annealing``: attention work +0.3 and +0.2 %, EP peaks −2.1 and
-−1.3 %, joint bottleneck −0.6 %: the signs of the paper's decomposition at about half
+gains about 4.3 and 7.6 % (paper 3.80 and 10.50). Packing on top gains 14 and 7.6 %
+against ``ffd``, 4.6 and 3.9 % against ``ffd_dealt`` (paper 4.86 and 3.98). Guided
+packing against ``length_annealing``: attention work +0.3 and +0.1 %, EP peaks −2.1 and
+−1.3 %, joint bottleneck −0.7 %: the signs of the paper's decomposition at about half
 its size; against both forms of FFD attention work *falls*, so the paper's length-only
 baseline must waste less attention than they do. A fixed share or a skew fitted on one
-preset does not carry over to the other: the tested rows miss the gain of both by 2 to
-9 points.
+preset does not carry over to the other: tested rows miss the gain of both by up to 9
+points.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ Every row plans with what would be known and scores with what really came:
 Expected rows: in the frozen families (popularity stays, prompts change) an old
 placement costs about half a per cent of step time, much the same at every lag, a
 tenth of what ``contiguous`` costs; missing routing costs from 0.1 % (a tenth
-missing) to about what a stale placement costs (all missing). In ``rotating`` an
-old placement loses a third or more at once.
+missing) to 1 % (all missing, more than ``length only``). In ``rotating`` an old
+placement loses a third or more at once.
 """
 
 from __future__ import annotations
