@@ -97,8 +97,8 @@ def _print_frame(frame: Any, title: str) -> None:
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in frame.columns:
         numeric = column not in ("planner", "status", "problem")
-        width = max(len(str(column)), *(len(str(value)) for value in frame[column])) if numeric else None
-        table.add_column(str(column), justify="right" if numeric else "left", no_wrap=True, min_width=width)
+        width = max([len(str(column)), *(len(str(value)) for value in frame[column])]) if numeric else None
+        table.add_column(str(column), justify="right" if numeric else "left", no_wrap=numeric, min_width=width)
     for row in frame.itertuples(index=False):
         table.add_row(*(escape(str(value)) for value in row))
     out.print(table)
