@@ -7,10 +7,13 @@ best-fit decreasing first, then the packings that the row count itself rests on
 (:func:`routepack_opt.rows.pack_bins`), then best fit in random orders; when all
 of them fail the answer is None.
 
-How filled bins are dealt to cells: bins are sorted by (tokens descending, bin
-index); each run of D bins forms a row, dealt to the DP slots in ascending
-order in even rows and in descending order in odd ones. The slots of a shard
-therefore hold similarly filled cells, and no shard always gets the fuller ones.
+How filled bins are dealt to cells: ``ffd``, and the other rules with
+``level=False``, deal bins in the order they were opened, bin b to row b // D and
+DP slot b mod D, as trainers do; since samples come in descending order, a row
+holds bins with samples of similar lengths. With ``level=True`` bins are sorted
+by (attention work descending, tokens descending, bin index) first, and dealt to
+the slots in ascending order in even rows and in descending order in odd ones, so
+that no shard always gets the costlier ones.
 Empty cells are given their least samples afterwards, the shortest ones of
 cells that can spare them.
 """
@@ -161,12 +164,13 @@ def _repaired(lengths: IntArray, capacity: int, num_bins: int, rng: np.random.Ge
 
 def _deal(problem: Problem, bins: IntArray, *, by_attention: bool) -> IntArray:
     """Cells (row · D + slot) of samples from bins, by the rule of the module."""
+    if not by_attention:
+        return bins
     num_cells, dp_size = problem.num_rows * problem.dp_size, problem.dp_size
     tokens = np.zeros(num_cells, dtype=np.int64)
     np.add.at(tokens, bins, problem.aligned_lengths)
     attention = np.zeros(num_cells, dtype=np.int64)
-    if by_attention:
-        np.add.at(attention, bins, problem.attention_work.sum(axis=0))
+    np.add.at(attention, bins, problem.attention_work.sum(axis=0))
     order = np.lexsort((np.arange(num_cells), -tokens, -attention))
     slots = np.arange(num_cells) % dp_size
     odd = (np.arange(num_cells) // dp_size) % 2 == 1
@@ -270,8 +274,8 @@ def _flag(faults: Faults, name: str, value: object) -> None:
 class Ffd(Solver):
     """First-fit decreasing by length over the fixed cells: the routing-blind baseline.
 
-    Bins are filled up to the capacity in index order and dealt to cells as the
-    module says.
+    Bins are filled up to the capacity in index order; bin b goes to row b // D
+    and DP slot b mod D.
 
     References
     ----------

@@ -140,12 +140,12 @@ def test_level_cells_leave_no_row_empty() -> None:
 
 def test_first_fit_decreasing_is_dealt_as_documented() -> None:
     problem = lengths_problem([7, 6, 5, 4, 3, 2], capacity=9, dp_size=2)
-    # Bins {7, 2}, {6, 3}, {5, 4}: 9, 9, 9 tokens; row 0 takes bins 0, 1 in slots 0, 1; row 1 starts at slot 1.
+    # Bins {7, 2}, {6, 3}, {5, 4}: 9, 9, 9 tokens; row 0 takes bins 0, 1 in slots 0, 1; row 1 bin 2 in slot 0.
     packing = pack(Ffd(), problem)
     assert packing is not None
     assert problem.num_rows == 2
     assert packing.row_of_sample.tolist() == [0, 0, 1, 1, 0, 0]
-    assert packing.dp_slot_of_sample.tolist() == [0, 1, 1, 1, 1, 0]
+    assert packing.dp_slot_of_sample.tolist() == [0, 1, 0, 0, 1, 0]
 
 
 def test_pairs_join_complementary_loads() -> None:
