@@ -33,6 +33,7 @@ from routepack_opt.problem import Problem
 from routepack_opt.result import Limit
 from routepack_opt.solver import Run, Solver
 from routepack_opt.solvers import leveling, replacing
+from routepack_opt.solvers.annealing import Annealing
 
 __all__ = ["Alternating"]
 
@@ -46,6 +47,16 @@ _DEFAULT_SWEEPS = 40.0
 _MOST_SWEEPS = 1000.0
 #: Proposals of a repacking without any limit.
 _REPACK_PROPOSALS = 200_000
+#: Problems of at most so many samples are started anew, again and again, while the budget lasts; larger ones use it up
+#: in one go. Proposals of one start for each of their samples, and visits of each of their experts.
+_SMALL = 64
+_SMALL_PROPOSALS = 2_000
+_SMALL_SWEEPS = 40.0
+#: Starts of a small problem without any limit.
+_SMALL_STARTS = 8
+#: Routing weight of the second, third, ... start of a small problem, under the best placement so far; then again from
+#: the planner's own.
+_SMALL_WEIGHTS = (0.5, 1.0)
 
 _REPACK = leveling.Schedule(first=5e-5, last=2e-6, exchange_share=0.02)
 
@@ -115,7 +126,7 @@ def _is_number(value: object) -> bool:
 
 
 class _Turns:
-    """One run of the planner: its budget and its archive."""
+    """One run of the planner: its budget and where it stands."""
 
     def __init__(self, options: Alternating, problem: Problem, run: Run) -> None:
         self.options = options
@@ -124,43 +135,58 @@ class _Turns:
         self.planned = False
         self.iterations_left = run.iteration_limit
         self.visit_seconds: float | None = None
+        self.small = problem.num_samples <= _SMALL
+        self.seed = int(run.rng.integers(2**62))
 
     def plan(self) -> Plan | None:
         """Take turns until the budget is used up; the best plan of the run."""
+        limited = self.run.iteration_limit is not None or math.isfinite(self.run.time_left())
+        start = 0
+        while start == 0 or (self.small and not self.exhausted() and (limited or start < _SMALL_STARTS)):
+            if not self.take_turns(start):
+                break
+            start += 1
+        return self.run.best
+
+    def take_turns(self, start: int) -> bool:
+        """Pack, then place and repack in turns; False if no packing is found."""
         problem, run, options = self.problem, self.run, self.options
         if not problem.num_layers:
             empty = Placement.contiguous(0, 0, ep_size=problem.ep_size)
-            packing = self.first_packing(empty, share=1.0)
+            packing = self.first_packing(empty, start, share=1.0, weight=0.0)
             if packing is not None:
                 self.archive(Plan.of(problem, empty, packing))
-            return run.best
-        start = self.start_ranks()
+            return packing is not None
+        ranks = self.start_ranks()
         guide = None
-        if options.routing_weight > 0:
+        weight = options.routing_weight
+        turned = start % (len(_SMALL_WEIGHTS) + 1)
+        if turned and run.best is not None:
+            guide, weight = run.best.placement, _SMALL_WEIGHTS[turned - 1]
+        elif weight > 0:
             with run.stage("window placement"):
-                guide = self.window_placement(start)
+                guide = self.window_placement(ranks)
         with run.stage("packing"):
-            packing = self.first_packing(guide, share=options.packing_share)
+            packing = self.first_packing(guide, start, share=options.packing_share, weight=weight)
         if packing is None:
             run.explain("no packing within capacity and rows was found to start from")
-            return None
-        timed = math.isfinite(run.time_left())
-        ranks = start
-        if timed:
-            ranks = self.replace(packing, start, _FIRST_SWEEPS, stream=0, descent=False)
+            return False
+        if math.isfinite(run.time_left()) and not self.small:
+            ranks = self.replace(packing, ranks, _FIRST_SWEEPS, number=(start, 0), descent=False)
             self.archive(Plan.of(problem, self.placement(ranks), packing))
         for turn in range(options.rounds):
             if self.planned and self.exhausted():
                 break
-            ranks = self.replace(packing, ranks, self.affordable_sweeps(options.rounds - turn), stream=1 + turn)
+            sweeps = self.affordable_sweeps(options.rounds - turn)
+            ranks = self.replace(packing, ranks, sweeps, number=(start, 1 + turn))
             placement = self.placement(ranks)
             self.archive(Plan.of(problem, placement, packing))
             if self.exhausted():
                 break
-            packing = self.repack(placement, packing, stream=turn)
+            packing = self.repack(placement, packing, number=(start, turn))
             self.archive(Plan.of(problem, placement, packing))
-            run.progress((turn + 1) / options.rounds)
-        return run.best
+            run.progress(None if self.small else (turn + 1) / options.rounds)
+        return True
 
     # -- budget -----------------------------------------------------------------------------------------------
 
@@ -169,6 +195,10 @@ class _Turns:
 
     def interrupted(self) -> bool:
         return self.run.stopped() and self.run.limit_reached() is Limit.INTERRUPTED
+
+    def generator(self, purpose: int, number: tuple[int, int]) -> np.random.Generator:
+        """Randomness of one step, the same whatever came before it."""
+        return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(purpose, *number)))
 
     def spend(self, iterations: int) -> None:
         if self.iterations_left is not None:
@@ -179,15 +209,16 @@ class _Turns:
         problem, run, options = self.problem, self.run, self.options
         sweeps = options.sweeps
         experts = problem.num_layers * problem.num_experts
+        if self.small:
+            return min(sweeps or _SMALL_SWEEPS, _SMALL_SWEEPS)
         if self.iterations_left is not None:
             share = self.iterations_left * (1.0 - options.packing_share / 2.0) / turns_left
             sweeps = min(sweeps or _MOST_SWEEPS, max(share / experts, 1.0 / problem.num_experts))
         left = run.time_left()
         if math.isfinite(left) and self.visit_seconds is not None:
             share = left * (1.0 - options.packing_share / 2.0) / turns_left
-            sweeps = min(
-                sweeps or _MOST_SWEEPS, max(0.97 * share / (self.visit_seconds * experts) - _DESCENT_SWEEPS, 1.0)
-            )
+            affordable = 0.97 * share / (self.visit_seconds * experts) - _DESCENT_SWEEPS
+            sweeps = min(sweeps or _MOST_SWEEPS, max(affordable, 1.0))
         return sweeps or _DEFAULT_SWEEPS
 
     # -- turns ------------------------------------------------------------------------------------------------
@@ -219,12 +250,31 @@ class _Turns:
         )
         return self.placement(fit.rank_of_expert)
 
-    def first_packing(self, guide: Placement | None, *, share: float) -> Packing | None:
-        problem, run, options = self.problem, self.run, self.options
-        tables = leveling.ideal_tables(problem, guide, routing_weight=options.routing_weight)
-        found = leveling.search(problem, tables, run, leveling.Leveling(), share=share)
-        if run.iteration_limit is not None:
-            self.spend(int(run.iteration_limit * share))
+    def first_packing(self, guide: Placement | None, start: int, *, share: float, weight: float) -> Packing | None:
+        problem, run = self.problem, self.run
+        tables = leveling.ideal_tables(problem, guide, routing_weight=weight)
+        iterations = None if run.iteration_limit is None else max(1, int(run.iteration_limit * share))
+        if self.small:
+            wanted = _SMALL_PROPOSALS * problem.num_samples
+            left = self.iterations_left
+            iterations = wanted if left is None else max(1, min(wanted, int(left * share)))
+        if self.small and guide is not None and weight >= 1.0:
+            # Like with like is a strong habit on a handful of samples: every third start has none.
+            packer = Annealing(num_chains=4)
+            child = run.sub(packer, placement=guide)
+            child.iteration_limit = iterations
+            self.spend(iterations or 0)
+            return packer.pack(problem, guide, child)
+        found = leveling.search(
+            problem,
+            tables,
+            run,
+            leveling.Leveling(num_chains=1) if self.small else leveling.Leveling(),
+            rng=self.generator(0, (start, 0)),
+            seconds=run.time_left() * share,
+            iterations=iterations,
+        )
+        self.spend(iterations or 0)
         return None if found is None else Packing.from_arrays(*found.best_packing())
 
     def replace(
@@ -233,7 +283,7 @@ class _Turns:
         start: npt.NDArray[np.int32],
         sweeps: float,
         *,
-        stream: int,
+        number: tuple[int, int],
         descent: bool = True,
     ) -> npt.NDArray[np.int32]:
         """Place for the blocks of a packing; never worse than the start there."""
@@ -253,24 +303,25 @@ class _Turns:
                 load,
                 start,
                 ep_size=problem.ep_size,
-                seed=int(run.rng.integers(2**62)) + stream,
+                seed=int(self.generator(1, number).integers(2**62)),
                 sweeps=sweeps,
                 descent=descent,
                 home=home,
                 move_price=options.move_price if home is not None else 0,
                 move_limit=options.move_limit if home is not None else None,
                 window_tolerance=options.window_tolerance,
-                num_threads=run.num_threads,
+                num_threads=1 if self.small else run.num_threads,
                 # The first, short pass is finished even if the time is over: half a placement is worse than none.
                 stopped=run.stopped if descent else self.interrupted,
             )
             experts = problem.num_layers * problem.num_experts
             if fit.complete:
-                self.visit_seconds = (time.perf_counter() - begin) / ((sweeps + descent * _DESCENT_SWEEPS) * experts)
+                visits = (sweeps + descent * _DESCENT_SWEEPS) * experts
+                self.visit_seconds = (time.perf_counter() - begin) / visits
         self.spend(round(sweeps * experts))
         return fit.rank_of_expert
 
-    def repack(self, placement: Placement, packing: Packing, *, stream: int) -> Packing:
+    def repack(self, placement: Placement, packing: Packing, *, number: tuple[int, int]) -> Packing:
         """Anneal a packing gently under a placement; the best one met by the exact score."""
         problem, run, options = self.problem, self.run, self.options
         with run.stage("repacking"):
@@ -279,10 +330,12 @@ class _Turns:
             proposals: int | None = None if math.isfinite(seconds) else _REPACK_PROPOSALS
             if self.iterations_left is not None:
                 proposals = max(1, int(self.iterations_left * options.packing_share / 2.0))
-            generator = run.rng.spawn(8 + stream)[-1]
+            if self.small:
+                wanted = _SMALL_PROPOSALS * problem.num_samples // 2
+                proposals = wanted if proposals is None else min(wanted, proposals)
             done = leveling.polish(
                 loads,
-                generator.integers(0, 2**64, size=1, dtype=np.uint64),
+                self.generator(2, number).integers(0, 2**64, size=1, dtype=np.uint64),
                 _REPACK,
                 num_proposals=proposals,
                 seconds=seconds,

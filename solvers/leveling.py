@@ -443,7 +443,9 @@ class Schedule:
     ----------
     first, last : float
         Temperature at the beginning and the end, in units of the mean work of a
-        block; falls geometrically.
+        block; falls geometrically. Both hold for packings within 1 % of level
+        cells and ranks and rise with the power 3/2 of what is above that, up to a
+        thousandfold.
     relocation_share, exchange_share : float
         Share of relocations and block exchanges among proposals.
     swap_window : int
@@ -493,6 +495,7 @@ def polish(
     """
     num_shards = loads.tables.num_shards
     mean = max(1.0, loads.levels[1] / (loads.tables.num_rows * num_shards))
+    heat = _heat(loads)
     weights = (1.0 / mean, (schedule.total_weight if num_shards > 1 else 0.0) / mean, 0.0)
     start = clock() if clock is not None else 0.0
     done = 0
@@ -506,7 +509,7 @@ def polish(
         loads.walk(
             stream,
             num_proposals=step,
-            temperature=schedule.first * (schedule.last / schedule.first) ** fraction,
+            temperature=heat * schedule.first * (schedule.last / schedule.first) ** fraction,
             energy_weights=weights,
             relocation_share=schedule.relocation_share,
             exchange_share=schedule.exchange_share,
@@ -514,6 +517,15 @@ def polish(
         )
         done += step
     return done
+
+
+def _heat(loads: BlockLoads) -> float:
+    """How much hotter than a nearly level packing this one has to be annealed."""
+    tables = loads.tables.kernel_tables
+    least = float(tables.attention.sum()) / tables.shard_size
+    least += float(tables.load_sums.sum()) / tables.num_ranks * tables.expert_unit
+    excess = loads.levels[0] * loads.tables.num_shards / least - 1.0 if least > 0.0 else 0.0
+    return float(min(max(1.0, (excess / 0.01) ** 1.5), 1000.0)) if excess > 0.0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -563,7 +575,9 @@ def search(
     options: Leveling,
     *,
     schedule: Schedule | None = None,
-    share: float = 1.0,
+    rng: np.random.Generator | None = None,
+    seconds: float | None = None,
+    iterations: int | None = None,
 ) -> BlockLoads | None:
     """Level and polish in several chains; the best one, or None without a feasible start.
 
@@ -575,21 +589,24 @@ def search(
     run : Run
     options : Leveling
     schedule : Schedule, optional
-    share : float
-        Share of the time left and of the iteration limit that may be used.
+    rng : numpy Generator, optional
+        Default: the run's.
+    seconds, iterations : optional
+        Budget; default: what the run has. Without any, 2 million proposals a chain.
     """
     schedule = Schedule() if schedule is None else schedule
     chains = options.num_chains
     threads = max(1, min(run.num_threads, chains))
     rounds = -(-chains // threads)
-    seconds = run.time_left() * share
+    seconds = run.time_left() if seconds is None else seconds
+    iterations = run.iteration_limit if iterations is None else iterations
     per_chain: int | None = None if math.isfinite(seconds) else 2_000_000
-    if run.iteration_limit is not None:
-        per_chain = max(1, int(run.iteration_limit * share) // chains)
+    if iterations is not None:
+        per_chain = max(1, iterations // chains)
     spread = options.moves_per_sample * problem.num_samples
     if per_chain is not None:
         spread = min(spread, per_chain // 2)
-    generators = run.rng.spawn(chains)
+    generators = (run.rng if rng is None else rng).spawn(chains)
     begin = run.time()
 
     def chain(k: int) -> BlockLoads | None:

@@ -777,7 +777,10 @@ def fit_ranks(
         then ``home``.
     window_tolerance : float
         A layer keeps its start if max_p of the window load would otherwise rise
-        above both the start's and (1 + tolerance) times the mean rank.
+        above all of: the start's, (1 + tolerance) times the mean rank, and the
+        mean rank plus the heaviest expert (loads come in experts; nothing finer
+        can be asked of few). Σ_b max_p is never below max_p of the window, so the
+        search itself holds the window back.
     num_threads : int
         Layers are shared out; the result does not depend on it.
     stopped : callable, optional
@@ -843,7 +846,9 @@ def fit_ranks(
                     part = min(chunk, steps - done)
                     price = 0.0
                     if move_price:
-                        price = _spread_price(load, slots, num_lanes, ep_size, peak_of_normals) * (move_price / 2**shift)
+                        price = _spread_price(load, slots, num_lanes, ep_size, peak_of_normals) * (
+                            move_price / 2**shift
+                        )
                     _anneal_spread(
                         centred,
                         slots,
@@ -892,7 +897,8 @@ def fit_ranks(
             found[slots[used]] = used // num_lanes
             after = value_of(layer, found)
             mean = -(-total // ep_size)
-            guarded = after[1] <= max(before[1], math.floor(mean * (1.0 + window_tolerance)))
+            heaviest = int(block_load[layer].sum(axis=0, dtype=np.int64).max())
+            guarded = after[1] <= max(before[1], math.floor(mean * (1.0 + window_tolerance)), mean + heaviest)
             if guarded and after[0] + move_price * after[2] < before[0] + move_price * before[2]:
                 ranks[layer] = found
                 peaks[layer], windows[layer], moved[layer] = after
