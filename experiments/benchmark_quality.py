@@ -180,7 +180,7 @@ def _print_case(frame: pd.DataFrame, name: str, planners: list[str], limits: lis
                 continue
             median = part.median(numeric_only=True)
             verdict = ""
-            if planner == "alternating" and name in TARGETS and k < 2 and len(limits) == 2:
+            if planner == "alternating" and name in TARGETS and limits == [0.5, 2.0]:
                 goal = TARGETS[name][k]
                 verdict = f"  target {goal} %: {'reached' if median['gap'] <= goal else 'MISSED'}"
             print(
