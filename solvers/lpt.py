@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
@@ -20,7 +21,16 @@ from routepack_opt.problem import Problem
 from routepack_opt.result import Limit
 from routepack_opt.solver import AGGREGATE_LEVEL, Run, Solver
 
-__all__ = ["Contiguous", "Lpt", "checked_load", "claimed_placement", "lpt_ranks", "rank_loads", "refined_ranks"]
+__all__ = [
+    "Contiguous",
+    "Lpt",
+    "checked_load",
+    "claimed_placement",
+    "kicked_ranks",
+    "lpt_ranks",
+    "rank_loads",
+    "refined_ranks",
+]
 
 #: Sums of expert subsets kept per layer while refining; larger exchanges are left out where this is exceeded.
 _MAX_SUMS = 4_000_000
@@ -178,6 +188,13 @@ def refined_ranks(
     faults.raise_if_any("refinement")
     if ep_size == 1 or not num_layers or not num_experts:
         return ranks
+    starts, members = _subset_tables(per_rank, ep_size, max_exchange)
+    _refine(array, ranks, placement_bound(array, ep_size), int(ep_size), starts, members)
+    return ranks
+
+
+def _subset_tables(per_rank: int, ep_size: int, max_exchange: int) -> tuple[IntArray, IntArray]:
+    """Positions of every subset of 1, 2, … experts of a rank, and where each size starts."""
     sizes = [1]
     for k in range(2, min(max_exchange, per_rank) + 1):
         if ep_size * sum(comb(per_rank, j) for j in range(1, k + 1)) > _MAX_SUMS:
@@ -190,7 +207,75 @@ def refined_ranks(
             (position for subset in combinations(range(per_rank), k) for position in subset), dtype=np.int64
         )
         members[start : start + comb(per_rank, k), :k] = subsets.reshape(-1, k)
-    _refine(array, ranks, placement_bound(array, ep_size), int(ep_size), starts, members)
+    return starts, members
+
+
+def kicked_ranks(
+    load: npt.ArrayLike,
+    rank_of_expert: npt.ArrayLike,
+    ep_size: int,
+    *,
+    kicks: int,
+    rng: np.random.Generator,
+    max_exchange: int = 2,
+    stopped: Callable[[], bool] = lambda: False,
+) -> IntArray:
+    """Escape from local optima of :func:`refined_ranks`: iterated local search, layer by layer.
+
+    A kick shuffles the experts of the most loaded rank and two others drawn at
+    random, and refines these three; it is kept unless the load above the bound,
+    summed over them, grew.
+    Layers that meet :func:`routepack_opt.bounds.placement_bound` are done.
+
+    Parameters
+    ----------
+    load, rank_of_expert, ep_size, max_exchange
+        See :func:`refined_ranks`.
+    kicks : int
+        Most kicks of a layer.
+    rng : numpy.random.Generator
+    stopped : callable
+        Asked before every kick; True ends the search.
+
+    Returns
+    -------
+    rank_of_expert : ndarray of int64, shape [L, E]
+        No layer's most loaded rank is above that of the refined input.
+
+    References
+    ----------
+    H. R. Lourenço, O. C. Martin, T. Stützle, "Iterated local search", Handbook
+    of Metaheuristics (2003), doi:10.1007/0-306-48056-5_11.
+    """
+    ranks = refined_ranks(load, rank_of_expert, ep_size, max_exchange=max_exchange)
+    array = checked_load(load, ep_size)
+    if ep_size == 1 or not array.size:
+        return ranks
+    bound = placement_bound(array, ep_size)
+    per_rank, num_kicked = array.shape[1] // ep_size, min(3, ep_size)
+    starts, members = _subset_tables(per_rank, num_kicked, max_exchange)
+    places = np.repeat(np.arange(num_kicked), per_rank)
+    for layer in range(array.shape[0]):
+        row, limit = array[layer], bound[layer : layer + 1]
+        total = rank_loads(row[None], ranks[layer : layer + 1], ep_size)[0]
+        best, best_load = ranks[layer].copy(), int(total.max())
+        for _ in range(kicks):
+            if best_load <= limit[0] or stopped():
+                break
+            heavy = int(total.argmax())
+            others = rng.choice(ep_size - 1, size=num_kicked - 1, replace=False)
+            kicked = np.array([heavy, *(others + (others >= heavy))])
+            pool = np.flatnonzero(np.isin(ranks[layer], kicked))
+            trial = rng.permutation(places)[None]
+            _refine(row[None, pool], trial, limit, num_kicked, starts, members)
+            reached = rank_loads(row[None, pool], trial, num_kicked)[0]
+            excess = np.maximum(0, reached - limit[0]).sum() - np.maximum(0, total[kicked] - limit[0]).sum()
+            if excess <= 0:
+                ranks[layer, pool] = kicked[trial[0]]
+                total[kicked] = reached
+                if total.max() < best_load:
+                    best, best_load = ranks[layer].copy(), int(total.max())
+        ranks[layer] = best
     return ranks
 
 
@@ -381,18 +466,26 @@ class Lpt(Solver):
         Exchange experts afterwards between the most (and the least) loaded rank and the others.
     max_exchange : int
         Most experts that change sides in one exchange, 1–4; used by ``refine``.
+    kicks : int
+        Most kicks of a layer that refinement left above the bound, see :func:`kicked_ranks`;
+        needs ``refine``. Worth their time only where the last token counts.
 
     See Also
     --------
-    lpt_ranks, refined_ranks : the same on plain arrays.
+    lpt_ranks, refined_ranks, kicked_ranks : the same on plain arrays.
     """
 
     refine: bool = True
     max_exchange: int = 2
+    kicks: int = 0
     name: ClassVar[str] = "lpt"
 
     def __post_init__(self) -> None:
         faults = refinement_faults(self.refine, self.max_exchange)
+        if isinstance(self.kicks, bool) or not isinstance(self.kicks, int) or self.kicks < 0:
+            faults.append(f"kicks is {self.kicks!r}; it must be an integer of at least 0")
+        elif self.kicks and self.refine is False:
+            faults.append(f"kicks is {self.kicks} with refine=False; kicks refine")
         if faults:
             raise InvalidInputError(faults, context="lpt")
 
@@ -411,7 +504,18 @@ class Lpt(Solver):
         run : Run
             With a previous placement, ranks and slots are renamed so that few experts move.
         """
-        ranks = lpt_ranks(window_load(problem), problem.ep_size, refine=self.refine, max_exchange=self.max_exchange)
+        load = window_load(problem)
+        ranks = lpt_ranks(load, problem.ep_size, refine=self.refine, max_exchange=self.max_exchange)
+        if self.kicks:
+            ranks = kicked_ranks(
+                load,
+                ranks,
+                problem.ep_size,
+                kicks=self.kicks,
+                rng=run.rng,
+                max_exchange=self.max_exchange,
+                stopped=run.stopped,
+            )
         return claimed_placement(problem, read_only(ranks), packing, run)
 
 

@@ -14,7 +14,7 @@ from routepack_opt.migration import transfers
 from routepack_opt.plan import Placement
 from routepack_opt.planning import place
 from routepack_opt.result import Limit, Status
-from routepack_opt.solvers.lpt import Contiguous, Lpt, lpt_ranks, rank_loads, refined_ranks
+from routepack_opt.solvers.lpt import Contiguous, Lpt, kicked_ranks, lpt_ranks, rank_loads, refined_ranks
 
 
 @st.composite
@@ -95,6 +95,33 @@ def test_three_for_three_finds_what_pairs_miss():
     assert by_size[0] > by_size[1] > by_size[2]
 
 
+def test_kicks_reach_the_bound_where_refinement_stops_short():
+    rng = np.random.default_rng(4)
+    load = rng.integers(1, 10**5, size=(4, 40))
+    bound = placement_bound(load, 5)
+    refined = lpt_ranks(load, 5, max_exchange=3)
+    kicked = kicked_ranks(load, refined, 5, kicks=300, rng=np.random.default_rng(0), max_exchange=3)
+    before, after = (rank_loads(load, ranks, 5).max(axis=1) - bound for ranks in (refined, kicked))
+    assert (after <= before).all()
+    assert before.sum() > 0
+    assert after.sum() < before.sum() / 2
+    again = kicked_ranks(load, refined, 5, kicks=300, rng=np.random.default_rng(0), max_exchange=3)
+    assert (again == kicked).all()
+    halted = kicked_ranks(load, refined, 5, kicks=300, rng=rng, max_exchange=3, stopped=lambda: True)
+    assert (halted == refined).all()
+
+
+@given(loads(), st.integers(0, 5))
+@settings(max_examples=40, deadline=None)
+def test_kicks_never_hurt_and_keep_cardinality(case, seed):
+    load, ep_size = case
+    refined = lpt_ranks(load, ep_size)
+    kicked = kicked_ranks(load, refined, ep_size, kicks=5, rng=np.random.default_rng(seed))
+    for layer in kicked:
+        assert (np.bincount(layer, minlength=ep_size) == load.shape[1] // ep_size).all()
+    assert (rank_loads(load, kicked, ep_size).max(axis=1) <= rank_loads(load, refined, ep_size).max(axis=1)).all()
+
+
 def test_ties_are_broken_by_expert_and_rank():
     load = np.full((2, 8), 5)
     assert lpt_ranks(load, 4).tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]] * 2
@@ -119,6 +146,8 @@ def test_bad_loads_are_refused_together():
         refined_ranks([[1, 2]], [[0, 0]], 2)
     with pytest.raises(InvalidInputError, match="max_exchange is 5"):
         refined_ranks([[1, 2]], [[0, 1]], 2, max_exchange=5)
+    with pytest.raises(InvalidInputError, match="kicks is 3 with refine=False"):
+        Lpt(refine=False, kicks=3)
     with pytest.raises(InvalidInputError) as caught:
         Lpt(refine=1, max_exchange=0)  # type: ignore[arg-type]
     assert len(caught.value.faults) == 2
