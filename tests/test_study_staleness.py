@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routepack_opt.errors import InvalidInputError
@@ -12,6 +12,7 @@ from routepack_opt.study.staleness import expected_counts, expert_shares, from_s
 from routepack_opt.testing import tiny_problem
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     num_experts=st.integers(1, 12),

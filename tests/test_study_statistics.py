@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -102,6 +102,7 @@ def test_adjusted_p_values_of_a_known_example() -> None:
             adjust([1.5])
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_holm_lies_between_raw_and_bonferroni_and_keeps_the_order(raw: list[float]) -> None:
     adjusted, most = holm(raw), bonferroni(raw)
