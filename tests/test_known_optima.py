@@ -28,7 +28,7 @@ MACHINES = list(known_optima.machine_instances(FOLDER))
 
 def test_all_families_are_read():
     assert (len(BINS), len(PARTITIONS), len(MACHINES)) == (180, 31, 780)
-    assert all(0 < lengths.min() and lengths.max() <= capacity for lengths, capacity, _ in BINS.values())
+    assert all(lengths.min() > 0 and lengths.max() <= capacity for lengths, capacity, _ in BINS.values())
     assert sum("Falkenauer_t" in name for name in BINS) == 55
 
 
