@@ -44,6 +44,10 @@ _WARM = CostModel(
     (OperatorClass("attention", Fraction(1), Fraction(1)), OperatorClass("dense", Fraction(1), Fraction(0)))
 )
 
+#: Enough for every stage of a planner to run once.
+_WARM_ITERATIONS = 2_000
+_warmed: set[str] = set()
+
 Stop = Callable[[], bool]
 ProgressCallback = Callable[[Progress], None]
 
@@ -106,7 +110,6 @@ def solve(
         If the solver claims what the evaluator refutes.
     """
     built = _build(planner)
-    parts = built if isinstance(built, tuple) else (built,)
     faults = Faults()
     if isinstance(built, tuple):
         if not isinstance(built[0], Placer):
@@ -115,7 +118,7 @@ def solve(
             faults.add(f"{built[1]!r} has no pack(problem, placement, run)")
     elif not isinstance(built, Planner):
         faults.add(f"{planner!r} has no plan(problem, run); give a pair (placer, packer) or a joint planner")
-    faults.extend(_refusals(problem, parts))
+    faults.extend(_refusals(problem, _parts(problem, built)))
     faults.extend(_warm_start_faults(problem, warm_start))
     if previous is not None:
         faults.extend(placement_faults(problem, previous))
@@ -336,25 +339,33 @@ def pack(
     return _conclude(problem, plan, run, name=name, scope="fixed-placement", settings=settings)
 
 
-def warm_up(planners: Sequence[str] = ("lpt+annealing", "alternating")) -> None:
+def warm_up(planners: Sequence[str | object] = ("lpt+annealing", "alternating")) -> None:
     """Compile the kernels of some planners, or load them from numba's cache, before time matters.
 
     Plans tiny problems with 16- and 32-bit loads, so that the first real step
-    does not pay for compilation (tens of seconds once on a new machine, under a
-    second with a warm cache).
+    does not pay for compilation (tens of seconds once on a new machine, a second
+    or two with a warm cache). Only built-in components are warmed up, each
+    planner once a process.
 
     Parameters
     ----------
-    planners : sequence of str
-        Specs of the planners that will be used.
+    planners : sequence of str or object
+        The planners that will be used, see :func:`solve`.
     """
-    for length, dtype in ((8, np.uint16), (40_000, np.uint32)):
-        counts = np.full((16, 2, 8), length // 4, dtype=dtype)
-        problem = Problem.from_arrays(
-            np.full(16, length), counts, top_k=2, capacity=2 * length, ep_size=4, dp_size=4, num_shards=2, cost=_WARM
-        )
-        for planner in planners:
-            solve(problem, planner, iteration_limit=2_000, num_threads=1, progress=False)
+    for planner in planners:
+        built = _build(planner)
+        name = registry.canonical(built)
+        parts = built if isinstance(built, tuple) else (built,)
+        if name in _warmed or not all(type(part).__module__.startswith("routepack_opt.") for part in parts):
+            continue
+        for length, dtype in ((8, np.uint16), (40_000, np.uint32)):
+            counts = np.full((8, 2, 8), length // 4, dtype=dtype)
+            problem = Problem.from_arrays(
+                np.full(8, length), counts, top_k=2, capacity=2 * length, ep_size=4, dp_size=4, num_shards=2, cost=_WARM
+            )
+            if not _refusals(problem, _parts(problem, built)):
+                solve(problem, built, iteration_limit=_WARM_ITERATIONS, num_threads=1, progress=False)
+        _warmed.add(name)
 
 
 def _hierarchical(problem: Problem, placer: Placer, packer: Packer, run: Run) -> Plan | None:
@@ -382,6 +393,13 @@ def _hierarchical(problem: Problem, placer: Placer, packer: Packer, run: Run) ->
 
 def _build(planner: Any) -> Any:
     return registry.parse(planner) if isinstance(planner, str) else planner
+
+
+def _parts(problem: Problem, built: Any) -> tuple[Any, ...]:
+    """The components that will be asked: without routing there is nothing to place."""
+    if not isinstance(built, tuple):
+        return (built,)
+    return built if problem.num_layers else built[1:]
 
 
 def _one(given: Any, protocol: Any, role: str) -> Any:
@@ -797,6 +815,8 @@ def compare(
 ) -> Runs:
     """Run several planners on one problem and hold them against one proven bound.
 
+    Kernels are compiled before the clocks start (:func:`warm_up`).
+
     Parameters
     ----------
     problem : Problem
@@ -825,13 +845,14 @@ def compare(
         except InvalidInputError as error:
             faults.extend(error.faults)
             continue
-        faults.extend(_refusals(problem, parsed if isinstance(parsed, tuple) else (parsed,)))
+        faults.extend(_refusals(problem, _parts(problem, parsed)))
         built.append(parsed)
     if isinstance(seeds, bool) or (isinstance(seeds, int) and seeds < 1) or (not isinstance(seeds, int) and not seeds):
         faults.add(f"seeds is {seeds!r}; it must be a count of at least 1 or a list of seeds")
     faults.raise_if_any("comparison")
     seed_list = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
     jobs = [(planner, seed) for planner in built for seed in seed_list]
+    warm_up(built)
     wanted = progress if progress is not None else len(jobs) > 1 and someone_watches()
     from tqdm.auto import tqdm
 

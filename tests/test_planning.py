@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from routepack_opt import planning
+from routepack_opt.cost import CostModel, OperatorClass
 from routepack_opt.errors import InvalidInputError, SolverClaimError
 from routepack_opt.plan import Packing, Placement, Plan
 from routepack_opt.problem import Problem
@@ -277,3 +279,19 @@ def test_previous_placement_costs_nothing_and_saves_moves() -> None:
     assert kept.placement == shuffled  # contiguous up to labels, so nothing moves
     assert kept.score == plain.score
     assert planning.place(found, Scripted(), previous=shuffled).placement == shuffled
+
+
+def test_packing_only_problems_need_no_placer() -> None:
+    cost = CostModel((OperatorClass("a", Fraction(1), Fraction(2)),))
+    plain = Problem.from_arrays([3, 5, 6, 2], capacity=8, ep_size=2, cost=cost)
+    result = planning.solve(plain, "lpt+ffd")
+    assert result.score is not None
+    assert result.placement is not None
+    assert result.placement.num_layers == 0
+    assert len(planning.compare(plain, ["contiguous+ffd", "lpt+annealing"], iteration_limit=1000)) == 2
+
+
+def test_warm_up_treats_every_planner_once() -> None:
+    planning.warm_up(["lpt+ffd", (Scripted(), Scripted("infeasible plan"))])
+    assert "lpt+ffd" in planning._warmed
+    assert "scripted+scripted(behaviour='infeasible plan')" not in planning._warmed
