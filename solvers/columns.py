@@ -60,9 +60,12 @@ _NEVER = np.int64(2**62)
 _SCALED_LIMIT = 2**54
 _BUCKETS = 1021
 _POLL_SECONDS = 0.02
-#: Seconds that annealing for a packing may take at most: at first, and where many columns stay after pricing.
+#: Seconds that annealing for a packing may take at most: at first, and where many columns stay.
 _SHORT_START, _LONG_START = 1.0, 5.0
 _MANY_COLUMNS = 5000
+_HARD_PAIRS = 1_000_000
+#: Nodes that splitting one column may take while pricing; harder ones keep their lower bound until the filter.
+_PRICING_NODES = 300
 
 
 @dataclass(frozen=True)
@@ -280,12 +283,16 @@ class _Search:
         num_shards, num_blocks = problem.num_shards, self.num_blocks
         columns = self._enumerate()
         self.check()
+        if num_blocks == 2 and len(columns.masks) > _HARD_PAIRS:
+            self._anneal(_LONG_START)  # a better packing spares many exact splits
         # No partition into columns costs more than all samples one by one: a maximum is at most the sum.
         alone = int(blocks.attention.sum() + blocks.loads.max(axis=2, initial=0).sum())
         shard_limit = alone if self.levels is None else self.levels[0]
         most = num_shards * shard_limit if self.levels is not None else alone
         if self.levels is not None and num_shards > 1:
             columns = columns.take(np.flatnonzero(columns.works <= shard_limit))
+        if num_blocks == 2:
+            columns = self._pairs(columns, most)
         pricing = _Pricing(self, columns, most)
         bound, columns, reduced = pricing.root()
         self._record(bound, columns)
@@ -364,6 +371,28 @@ class _Search:
         self.empty_blocks = least <= 0 and blocks.least_samples == 0
         exact = np.full(count, blocks.num_cells == 1, dtype=np.uint8)
         return _List(masks[:count].copy(), works[:count].copy(), exact)
+
+    def _pairs(self, columns: _List, most: int) -> _List:
+        """Of two blocks each is the other's complement: keep the pairs whose exact works fit together."""
+        blocks = self.blocks
+        full = (1 << self.problem.num_samples) - 1
+        order = np.argsort(columns.masks, kind="stable")
+        columns = columns.take(order)
+        masks, works = columns.masks, columns.works
+        if not len(masks):
+            return columns
+        partner = np.minimum(np.searchsorted(masks, full ^ masks), len(masks) - 1)
+        matched = masks[partner] == (full ^ masks)
+        within = np.flatnonzero(matched & (masks < masks[partner]) & (works <= most - works[partner]))
+        within = within[np.argsort(works[within] + works[partner[within]], kind="stable")]
+        kept = np.zeros(len(masks), dtype=np.bool_)
+        kept[masks == full] = True
+        _settle_pairs(
+            within, partner, masks, works, columns.exact, most, blocks.lengths, blocks.attention, blocks.loads,
+            blocks.num_cells, blocks.capacity, blocks.least_samples, kept, self.flag,
+        )  # fmt: skip
+        self.check()
+        return columns.take(np.flatnonzero(kept))
 
     def _cover(
         self,
@@ -544,7 +573,7 @@ class _Search:
         used = masks[masks != 0]
         works = [
             _exact_work(mask, blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells, blocks.capacity,
-                        blocks.least_samples)
+                        blocks.least_samples, 2**62)
             for mask in used
         ]  # fmt: skip
         return used, np.array(works, dtype=np.int64)
@@ -558,7 +587,7 @@ class _Search:
                 members = np.array([i for i in range(problem.num_samples) if mask >> i & 1], dtype=np.int64)
                 cells = np.zeros(len(members), dtype=np.int64)
                 _split(members, blocks.lengths, blocks.attention, blocks.num_cells, blocks.capacity,
-                       blocks.least_samples, cells)  # fmt: skip
+                       blocks.least_samples, 2**62, cells)  # fmt: skip
                 rows[self.order[members]] = r
                 slots[self.order[members]] = np.asarray(problem.shards[g])[cells]
         return Packing.from_arrays(rows, slots)
@@ -698,18 +727,24 @@ class _Pricing:
         best, best_duals, best_constant = -(2**62), np.zeros(n + 1 + len(self._triples), dtype=np.int64), 0
         stalled = 0
         in_master = set(self._master.tolist())
+        guess = len(in_master) < n
         while True:
             search.check()
-            self._lp.run()
-            duals = np.asarray(self._lp.getSolution().row_dual, dtype=np.float64)
+            if guess:  # work in proportion to tokens: a first choice of columns better than that of an empty master
+                share = blocks.lengths / blocks.lengths.sum()
+                duals = np.concatenate([share * (self.most / self._unit), np.zeros(1 + len(self._triples))])
+            else:
+                self._lp.run()
+                duals = np.asarray(self._lp.getSolution().row_dual, dtype=np.float64)
             scaled = np.floor(duals * (self._unit * self.scale)).astype(np.int64)
             multipliers, cuts = scaled[:n], np.minimum(scaled[n + 1 :], 0)
             bucket_cost = np.full(_BUCKETS, _NEVER, dtype=np.int64)
             bucket_column = np.full(_BUCKETS, -1, dtype=np.int64)
+            threshold = 2**61 if guess else int(scaled[n])
             least = _price(
                 columns.masks, columns.works, columns.exact, self.scale, _tables(multipliers), cuts, self._triples,
-                int(scaled[n]), blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells, blocks.capacity,
-                blocks.least_samples, bucket_cost, bucket_column, search.flag,
+                threshold, blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells, blocks.capacity,
+                blocks.least_samples, bucket_cost, bucket_column, 0 if guess else _PRICING_NODES, search.flag,
             )  # fmt: skip
             search.check()
             constant = int(least)
@@ -722,13 +757,14 @@ class _Pricing:
             else:
                 stalled += 1
             tolerance = int(1e-9 * self.most * self.scale) + 1
-            chosen = bucket_column[(bucket_column >= 0) & (bucket_cost < int(scaled[n]) - tolerance)]
+            chosen = bucket_column[(bucket_column >= 0) & (bucket_cost < threshold - tolerance)]
             fresh = [c for c in chosen.tolist() if int(columns.masks[c]) not in in_master]
-            if not fresh or stalled > 60 or best > self.most * self.scale:
+            if (not guess and (not fresh or stalled > 60)) or best > self.most * self.scale:
                 return best, best_duals, best_constant
             index = np.asarray(fresh, dtype=np.int64)
             price = bucket_cost[np.isin(bucket_column, index)]
             index = bucket_column[np.isin(bucket_column, index)][np.argsort(price, kind="stable")][:400]
+            guess = False
             in_master.update(columns.masks[index].tolist())
             self._add(columns.masks[index], columns.works[index])
 
@@ -736,16 +772,19 @@ class _Pricing:
         """Columns whose exact reduced cost is within the distance to the known packing."""
         search, n = self.search, self._num
         blocks = search.blocks
-        reduced = np.empty(len(columns.masks), dtype=np.int64)
         budget = self.most * self.scale - self.scaled_bound
-        _reduced_costs(
-            columns.masks, columns.works, columns.exact, self.scale, _tables(duals[:n]), duals[n + 1 :], self._triples,
-            constant, budget, blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells, blocks.capacity,
-            blocks.least_samples, reduced, search.flag,
-        )  # fmt: skip
-        search.check()
-        kept = np.flatnonzero(reduced <= budget)
-        return columns.take(kept), reduced[kept]
+        reduced = np.zeros(0, dtype=np.int64)
+        for deepen in (False, True):
+            reduced = np.empty(len(columns.masks), dtype=np.int64)
+            _reduced_costs(
+                columns.masks, columns.works, columns.exact, self.scale, _tables(duals[:n]), duals[n + 1 :],
+                self._triples, constant, budget, blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells,
+                blocks.capacity, blocks.least_samples, deepen, reduced, search.flag,
+            )  # fmt: skip
+            search.check()
+            kept = np.flatnonzero(reduced <= budget)
+            columns, reduced = columns.take(kept), reduced[kept]
+        return columns, reduced
 
     def filter(self, columns: _List) -> tuple[_List, IntArray]:
         """Columns whose reduced cost at the root is within the distance to the known packing, and these costs."""
@@ -761,6 +800,15 @@ class _Pricing:
         self.scaled_bound, duals, constant = self._generate(columns)
         self._best_multipliers, self._best_constant = duals, constant
         kept, reduced = self.filter(columns)
+        if search.blocks.num_cells > 1 and len(kept.masks):
+            # Works that were lower bounds are exact now: price once more, over what is left.
+            known = np.isin(kept.masks, self._master)
+            self._build(kept.masks[known], kept.works[known])
+            again, duals, constant = self._generate(kept)
+            if again > self.scaled_bound:
+                self.scaled_bound, self._best_multipliers, self._best_constant = again, duals, constant
+                if self.scaled_bound <= self.most * self.scale:
+                    kept, reduced = self.filter(kept)
         return -(-self.scaled_bound // self.scale), kept, reduced
 
     def strengthen(self, bound: int, columns: _List, reduced: IntArray) -> tuple[int, _List, IntArray]:
@@ -901,11 +949,13 @@ def _split(
     num_cells: int,
     capacity: int,
     least_samples: int,
+    node_limit: int,
     cells: npt.NDArray[np.int64],
 ) -> Any:
-    """Least Σ_s max_cell of the attention work of a block, by branch and bound; 2**62 if the samples do not fit.
+    """Least Σ_s max_cell of the attention work of a block, by branch and bound.
 
-    Members come in descending order of length; ``cells`` receives the best cell of each.
+    Members come in descending order of length; ``cells`` receives the best cell of each. Returns 2**62 if the samples
+    do not fit, and −1 if more than ``node_limit`` nodes were needed.
     """
     m = len(members)
     num_classes = attention.shape[1]
@@ -931,6 +981,7 @@ def _split(
             largest = max(largest, attention[members[k], s])
         lowest += max(np.int64(0), largest - floors[s])
     best = np.int64(4611686018427387904)
+    nodes = 0
     k = 0
     while k >= 0:
         if k == m:
@@ -984,6 +1035,9 @@ def _split(
             tried[k] = -1
             k -= 1
             continue
+        nodes += 1
+        if nodes > node_limit:
+            return np.int64(-1)
         c = sequence[k, tried[k]]
         room[c] -= lengths[i]
         held[c] += 1
@@ -1004,8 +1058,9 @@ def _exact_work(
     num_cells: int,
     capacity: int,
     least_samples: int,
+    node_limit: int,
 ) -> Any:
-    """Work of a block with its best split; 2**62 if the samples do not fit its cells."""
+    """Work of a block with its best split; 2**62 if the samples do not fit its cells, −1 beyond the node limit."""
     n = len(lengths)
     members = np.empty(n, dtype=np.int64)
     m = 0
@@ -1015,8 +1070,8 @@ def _exact_work(
             m += 1
     members = members[:m]
     cells = np.zeros(m, dtype=np.int64)
-    work = np.int64(_split(members, lengths, attention, num_cells, capacity, least_samples, cells))
-    if work >= np.int64(4611686018427387904):
+    work = np.int64(_split(members, lengths, attention, num_cells, capacity, least_samples, node_limit, cells))
+    if work < 0 or work >= np.int64(4611686018427387904):
         return work
     for layer in range(loads.shape[1]):
         largest = np.int64(0)
@@ -1049,6 +1104,39 @@ def _reduced_cost(
 
 
 @njit(cache=True, nogil=True)
+def _settle_pairs(
+    candidates: npt.NDArray[np.int64],
+    partner: npt.NDArray[np.int64],
+    masks: npt.NDArray[np.int64],
+    works: npt.NDArray[np.int64],
+    exact: npt.NDArray[np.uint8],
+    most: int,
+    lengths: npt.NDArray[np.int64],
+    attention: npt.NDArray[np.int64],
+    loads: npt.NDArray[np.int64],
+    num_cells: int,
+    capacity: int,
+    least_samples: int,
+    kept: npt.NDArray[np.bool_],
+    flag: npt.NDArray[np.uint8],
+) -> None:
+    """Make works exact until a pair is above ``most``; mark the pairs that are not."""
+    for a in candidates:
+        if flag[0]:
+            return
+        b = partner[a]
+        for c in (a, b):
+            if exact[c] != 1 and works[a] <= most - works[b]:
+                works[c] = _exact_work(
+                    masks[c], lengths, attention, loads, num_cells, capacity, least_samples, 4611686018427387904
+                )
+                exact[c] = 1
+        if works[a] <= most - works[b]:
+            kept[a] = True
+            kept[b] = True
+
+
+@njit(cache=True, nogil=True)
 def _price(
     masks: npt.NDArray[np.int64],
     works: npt.NDArray[np.int64],
@@ -1066,6 +1154,7 @@ def _price(
     least_samples: int,
     bucket_cost: npt.NDArray[np.int64],
     bucket_column: npt.NDArray[np.int64],
+    node_limit: int,
     flag: npt.NDArray[np.uint8],
 ) -> Any:
     """Least reduced cost of all columns, and the best column of each bucket; winners get exact works on the way."""
@@ -1083,10 +1172,14 @@ def _price(
             continue
         bucket = masks[c] % num_buckets
         if cost < bucket_cost[bucket] or cost < least:
-            if not exact[c]:
-                works[c] = _exact_work(masks[c], lengths, attention, loads, num_cells, capacity, least_samples)
-                exact[c] = 1
-                if works[c] >= never:
+            if exact[c] == 0 and node_limit > 0:
+                if flag[0]:
+                    return least
+                work = _exact_work(masks[c], lengths, attention, loads, num_cells, capacity, least_samples, node_limit)
+                exact[c] = 1 if work >= 0 else 2  # 2: too hard for now, the lower bound stays
+                if work >= 0:
+                    works[c] = work
+                if work >= never:
                     continue
                 cost = _reduced_cost(masks[c], works[c], scale, tables, cuts, triples)
             if cost < bucket_cost[bucket]:
@@ -1113,10 +1206,11 @@ def _reduced_costs(
     num_cells: int,
     capacity: int,
     least_samples: int,
+    deepen: bool,
     reduced: npt.NDArray[np.int64],
     flag: npt.NDArray[np.uint8],
 ) -> None:
-    """Reduced costs above the constant, exact for every column within the budget."""
+    """Reduced costs above the constant; with ``deepen`` the works of columns within the budget are made exact."""
     never = np.int64(4611686018427387904)
     for c in range(len(masks)):
         if c & 255 == 0 and flag[0]:
@@ -1125,8 +1219,12 @@ def _reduced_costs(
         if works[c] >= never:
             continue
         cost = _reduced_cost(masks[c], works[c], scale, tables, cuts, triples) - constant
-        if cost <= budget and not exact[c]:
-            works[c] = _exact_work(masks[c], lengths, attention, loads, num_cells, capacity, least_samples)
+        if deepen and cost <= budget and exact[c] != 1:
+            if flag[0]:
+                return
+            works[c] = _exact_work(
+                masks[c], lengths, attention, loads, num_cells, capacity, least_samples, 4611686018427387904
+            )
             exact[c] = 1
             if works[c] >= never:
                 continue

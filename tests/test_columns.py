@@ -144,14 +144,14 @@ def test_best_split_of_a_block(seed: int) -> None:
             continue
         cost = sum(int(np.bincount(choice, weights=attention[:, s], minlength=2).max()) for s in range(2))
         best = cost if best is None else min(best, cost)
-    value = _split(members, lengths, attention, 2, capacity, 0, cells)
+    value = _split(members, lengths, attention, 2, capacity, 0, 2**62, cells)
     if best is None:
         assert value == 2**62
         return
     assert value == best
     assert sum(int(np.bincount(cells, weights=attention[:, s], minlength=2).max()) for s in range(2)) == best
     assert np.bincount(cells, weights=lengths).max() <= capacity
-    whole = _exact_work(63, lengths, attention, loads, 2, capacity, 0)
+    whole = _exact_work(63, lengths, attention, loads, 2, capacity, 0, 2**62)
     assert whole == best + int(loads.sum(axis=0).max(axis=1).sum())
 
 
