@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -58,6 +58,8 @@ _SMALL_STARTS = 8
 #: the planner's own.
 _SMALL_WEIGHTS = (0.5, 1.0)
 
+#: First temperature of a repacking where packing leads.
+_HOT_REPACK = 3e-4
 _REPACK = leveling.Schedule(first=5e-5, last=2e-6, exchange_share=0.02)
 
 
@@ -69,12 +71,14 @@ class Alternating(Solver):
     ----------
     rounds : int
         Placements, each followed by a repacking; the time limit ends them earlier.
-    packing_share : float
+    packing_share : float or None
         Share of the budget for the first packing; half of it is the share of
-        every repacking.
-    routing_weight : float
+        every repacking. Default: a quarter, and up to three quarters where the
+        routing weight is high.
+    routing_weight : float or None
         Share, in 0..1, of the routing term in the first packing; above 0 a
-        placement for the window comes first.
+        placement for the window comes first. Default: by how much there is to
+        choose, see :func:`packing_leads`; next to nothing with 32 experts a rank.
     sweeps : float or None
         Visits of each expert in a placement. Default: what the time limit
         allows; 40 without one.
@@ -96,8 +100,8 @@ class Alternating(Solver):
 
     name: ClassVar[str] = "alternating"
     rounds: int = 2
-    packing_share: float = 0.25
-    routing_weight: float = 0.0
+    packing_share: float | None = None
+    routing_weight: float | None = None
     sweeps: float | None = None
     window_tolerance: float = 0.02
     move_price: int = 0
@@ -107,10 +111,11 @@ class Alternating(Solver):
         faults = Faults()
         if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 1:
             faults.add(f"rounds is {self.rounds!r}; it must be an integer of at least 1")
-        if not _is_number(self.packing_share) or not 0 < self.packing_share < 1:
-            faults.add(f"packing_share is {self.packing_share!r}; it must be a number between 0 and 1")
-        if not _is_number(self.routing_weight) or not 0 <= self.routing_weight <= 1:
-            faults.add(f"routing_weight is {self.routing_weight!r}; it must be a number in 0..1")
+        share, weight = self.packing_share, self.routing_weight
+        if share is not None and (not _is_number(share) or not 0 < share < 1):
+            faults.add(f"packing_share is {share!r}; it must be None or a number between 0 and 1")
+        if weight is not None and (not _is_number(weight) or not 0 <= weight <= 1):
+            faults.add(f"routing_weight is {weight!r}; it must be None or a number in 0..1")
         if self.sweeps is not None and (not _is_number(self.sweeps) or not 0 < self.sweeps <= _MOST_SWEEPS):
             faults.add(f"sweeps is {self.sweeps!r}; it must be None or a number above 0, at most {_MOST_SWEEPS:g}")
         faults.extend(replacing.option_faults(self.window_tolerance, self.move_price, self.move_limit))
@@ -125,6 +130,23 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def packing_leads(problem: Problem) -> float:
+    """How much of the balance of experts is better left to packing than to placement, in 0..1.
+
+    The square of packing's share in the number of choices, log₂ of the ways to
+    fill cells against log₂ of the ways to fill ranks: with few experts a rank a
+    placement cannot follow a packing, with many it can follow any. The square
+    was fitted to the best routing weights over experts a rank, samples a block
+    and noise.
+    """
+    if not problem.num_layers:
+        return 0.0
+    cells = problem.num_samples * math.log(max(2, problem.num_cells))
+    per_rank = problem.num_experts // problem.ep_size
+    ways = math.lgamma(problem.num_experts + 1) - problem.ep_size * math.lgamma(per_rank + 1)
+    return (cells / (cells + problem.num_layers * ways)) ** 2
+
+
 class _Turns:
     """One run of the planner: its budget and where it stands."""
 
@@ -137,6 +159,10 @@ class _Turns:
         self.visit_seconds: float | None = None
         self.small = problem.num_samples <= _SMALL
         self.seed = int(run.rng.integers(2**62))
+        leads = packing_leads(problem)
+        self.weight = leads if options.routing_weight is None else options.routing_weight
+        self.share = 0.25 + 0.5 * self.weight if options.packing_share is None else options.packing_share
+        self.schedule = replace(_REPACK, first=_REPACK.first * (_HOT_REPACK / _REPACK.first) ** leads)
 
     def plan(self) -> Plan | None:
         """Take turns until the budget is used up; the best plan of the run."""
@@ -159,7 +185,7 @@ class _Turns:
             return packing is not None
         ranks = self.start_ranks()
         guide = None
-        weight = options.routing_weight
+        weight = self.weight if self.weight >= 1 / 64 else 0.0
         turned = start % (len(_SMALL_WEIGHTS) + 1)
         if turned and run.best is not None:
             guide, weight = run.best.placement, _SMALL_WEIGHTS[turned - 1]
@@ -167,7 +193,7 @@ class _Turns:
             with run.stage("window placement"):
                 guide = self.window_placement(ranks)
         with run.stage("packing"):
-            packing = self.first_packing(guide, start, share=options.packing_share, weight=weight)
+            packing = self.first_packing(guide, start, share=self.share, weight=weight)
         if packing is None:
             run.explain("no packing within capacity and rows was found to start from")
             return False
@@ -212,11 +238,11 @@ class _Turns:
         if self.small:
             return min(sweeps or _SMALL_SWEEPS, _SMALL_SWEEPS)
         if self.iterations_left is not None:
-            share = self.iterations_left * (1.0 - options.packing_share / 2.0) / turns_left
+            share = self.iterations_left * (1.0 - self.share / 2.0) / turns_left
             sweeps = min(sweeps or _MOST_SWEEPS, max(share / experts, 1.0 / problem.num_experts))
         left = run.time_left()
         if math.isfinite(left) and self.visit_seconds is not None:
-            share = left * (1.0 - options.packing_share / 2.0) / turns_left
+            share = left * (1.0 - self.share / 2.0) / turns_left
             affordable = 0.97 * share / (self.visit_seconds * experts) - _DESCENT_SWEEPS
             sweeps = min(sweeps or _MOST_SWEEPS, max(affordable, 1.0))
         return sweeps or _DEFAULT_SWEEPS
@@ -323,20 +349,20 @@ class _Turns:
 
     def repack(self, placement: Placement, packing: Packing, *, number: tuple[int, int]) -> Packing:
         """Anneal a packing gently under a placement; the best one met by the exact score."""
-        problem, run, options = self.problem, self.run, self.options
+        problem, run = self.problem, self.run
         with run.stage("repacking"):
             loads = BlockLoads(MoveTables.of(problem, placement), packing.row_of_sample, packing.dp_slot_of_sample)
-            seconds = run.time_left() * options.packing_share / 2.0
+            seconds = run.time_left() * self.share / 2.0
             proposals: int | None = None if math.isfinite(seconds) else _REPACK_PROPOSALS
             if self.iterations_left is not None:
-                proposals = max(1, int(self.iterations_left * options.packing_share / 2.0))
+                proposals = max(1, int(self.iterations_left * self.share / 2.0))
             if self.small:
                 wanted = _SMALL_PROPOSALS * problem.num_samples // 2
                 proposals = wanted if proposals is None else min(wanted, proposals)
             done = leveling.polish(
                 loads,
                 self.generator(2, number).integers(0, 2**64, size=1, dtype=np.uint64),
-                _REPACK,
+                self.schedule,
                 num_proposals=proposals,
                 seconds=seconds,
                 clock=run.time,

@@ -35,7 +35,7 @@ from routepack_opt.arrays import IntArray
 from routepack_opt.errors import Faults
 from routepack_opt.moves import BlockLoads, MoveTables
 from routepack_opt.plan import Packing, Placement
-from routepack_opt.problem import Problem
+from routepack_opt.problem import WORK_LIMIT, Problem
 from routepack_opt.solver import Run, Solver
 from routepack_opt.solvers.seeds import Ffd, RandomizedBestFit, WindowShuffle
 
@@ -395,32 +395,39 @@ def ideal_tables(problem: Problem, placement: Placement | None = None, *, routin
     placement : Placement, optional
         Needed for a weight above 0.
     routing_weight : float
-        In 0..1, rounded to 1/32: the expert work is this share of that under
-        ``placement`` and for the rest the ideal one.
+        In 0..1, rounded to 1/32 (coarser where integers would overflow): the
+        expert work is this share of that under ``placement`` and for the rest the
+        ideal one.
 
     Returns
     -------
     MoveTables
-        Levels are in work units, times 32 if the weight is neither 0 nor 1.
+        Levels are in work units; with a weight between 0 and 1 in fractions of
+        them, 1/32 unless integers would overflow.
     """
-    weight = round(routing_weight * 32)
-    if placement is not None and weight >= 32:
+    if placement is not None and routing_weight >= 1.0:
         return MoveTables.of(problem, placement)
     attention, unit = problem.attention_work, problem.expert_unit
     load = np.zeros((problem.num_samples, 0, 1), dtype=np.int64)
     if problem.num_layers:
-        tokens = problem.top_k * problem.num_layers * problem.batch.routed_tokens
-        if placement is not None and weight > 0:
-            # One more layer whose ranks all carry the ideal share.
-            ideal = -(-tokens * (32 - weight) // problem.ep_size)
-            load = np.empty((problem.num_samples, problem.num_layers + 1, problem.ep_size), dtype=np.int64)
-            load[:, :-1] = placement.rank_load(problem)
-            load[:, :-1] *= weight
-            load[:, -1] = ideal[:, None]
-            attention = attention * 32
+        tokens = problem.top_k * problem.batch.routed_tokens
+        if placement is not None and routing_weight > 0.0:
+            ranks = placement.rank_load(problem)
+            share = -(-tokens // problem.ep_size)
+            top = max(int(ranks.sum(axis=0, dtype=np.int64).max()), int(share.sum()))
+            work = int(attention.sum()) + int(tokens.sum()) * problem.num_layers * unit
+            scale = 32
+            while scale > 1 and (scale * top > _INT32_MAX or scale * work >= WORK_LIMIT):
+                scale //= 2
+            weight = round(routing_weight * scale)
+            # In every layer all ranks carry the ideal share beside the weighted load.
+            load = ranks.astype(np.int64) * weight
+            load += ((scale - weight) * share)[:, None, None]
+            attention = attention * scale
         else:
-            shrink = max(1, -(-int(tokens.sum()) // problem.ep_size // (_INT32_MAX // 2)))
-            load = -(-tokens // (problem.ep_size * shrink))[:, None, None]
+            total = tokens * problem.num_layers
+            shrink = max(1, -(-int(total.sum()) // problem.ep_size // (_INT32_MAX // 2)))
+            load = -(-total // (problem.ep_size * shrink))[:, None, None]
             unit *= shrink
     return MoveTables(
         load,
