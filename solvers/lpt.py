@@ -102,11 +102,13 @@ def lpt_ranks(load: npt.ArrayLike, ep_size: int, *, refine: bool = True, max_exc
     (2011) 823-828, doi:10.1016/j.ipl.2011.05.021.
     """
     array = checked_load(load, ep_size)
+    if isinstance(max_exchange, bool) or max_exchange not in (1, 2, 3, 4):
+        raise InvalidInputError(f"max_exchange is {max_exchange!r}; it must be 1, 2, 3 or 4", context="lpt")
     order = np.argsort(-array, axis=1, kind="stable").astype(np.int64)
     ranks = np.zeros_like(array)
     _lpt(array, order, int(ep_size), ranks)
     if refine:
-        ranks = refined_ranks(array, ranks, ep_size, max_exchange=max_exchange)
+        _refine_valid(array, ranks, int(ep_size), max_exchange)
     return ranks
 
 
@@ -177,7 +179,7 @@ def refined_ranks(
         faults.add(f"max_exchange is {max_exchange!r}; it must be 1, 2, 3 or 4")
     faults.raise_if_any("refinement")
     assert ranks is not None
-    num_layers, num_experts = array.shape
+    num_experts = array.shape[1]
     per_rank = num_experts // ep_size
     if ranks.shape != array.shape:
         faults.add(f"rank_of_expert has shape {ranks.shape}, the load {array.shape}")
@@ -186,11 +188,17 @@ def refined_ranks(
     elif num_experts and (np.sort(ranks, axis=1) != np.arange(num_experts) // max(1, per_rank)).any():
         faults.add(f"every rank must own {per_rank} experts of every layer")
     faults.raise_if_any("refinement")
-    if ep_size == 1 or not num_layers or not num_experts:
-        return ranks
-    starts, members = _subset_tables(per_rank, ep_size, max_exchange)
-    _refine(array, ranks, placement_bound(array, ep_size), int(ep_size), starts, members)
+    _refine_valid(array, ranks, int(ep_size), max_exchange)
     return ranks
+
+
+def _refine_valid(load: IntArray, ranks: IntArray, ep_size: int, max_exchange: int) -> None:
+    """Refine ``ranks`` in place; loads and ranks are valid."""
+    num_layers, num_experts = load.shape
+    if ep_size == 1 or not num_layers or not num_experts:
+        return
+    starts, members = _subset_tables(num_experts // ep_size, ep_size, max_exchange)
+    _refine(load, ranks, placement_bound(load, ep_size), ep_size, starts, members)
 
 
 def _subset_tables(per_rank: int, ep_size: int, max_exchange: int) -> tuple[IntArray, IntArray]:
