@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -531,14 +531,18 @@ def _conclude(
     if reason and best is not None:
         raise SolverClaimError(f"{name} claims infeasibility ({reason}), but a feasible plan is known")
     values: tuple[int | None, ...] = (None, None, None) if score is None else score.levels
-    claims = run.claims if returned is not None and score is not None and returned.levels == score.levels else []
-    if returned is not None and score is not None and not claims:
-        # The archive (warm start, an earlier incumbent) beats what came back: no proof can stand against it.
+    if score is not None and (returned is None or returned.levels != score.levels):
+        # The archive (a warm start, an earlier incumbent) holds a better plan than came back. A proof cannot stand
+        # against it; a bound on the first level holds for every plan in scope, later bounds lean on claimed values.
         same_placement = best is not None and plan is not None and best.placement == plan.placement
-        proved = [claim for claim in run.claims if claim.proved and (scope == "any-placement" or same_placement)]
-        if proved and score < returned:
+        in_scope = scope == "any-placement" or plan is None or same_placement
+        if returned is not None and in_scope and any(claim.proved for claim in run.claims):
             raise SolverClaimError(f"{name} claims optimality of {returned.levels}, but {score.levels} is known")
-    run.claims = list(claims)
+        run.claims = [
+            replace(claim, value=None, proved=False, limit=claim.limit or Limit.EXHAUSTED)
+            for claim in run.claims
+            if claim.level == LEVELS[0] and in_scope
+        ]
     plan = best
     if plan is not None and run.previous_placement is not None and problem.num_layers:
         # Labels of ranks and slots inside a rank cost nothing, so they are chosen for the fewest moves.

@@ -87,6 +87,12 @@ class Scripted(Solver):
         if self.behaviour == "worse last":
             run.report(good)
             return bad
+        if self.behaviour == "bound only":
+            run.claim(LEVELS[0], None, 1, proved=False, limit=Limit.TIME)
+        if self.behaviour == "bound and report":
+            run.report(good)
+            run.claim(LEVELS[0], None, 1, proved=False, limit=Limit.TIME)
+            run.claim(LEVELS[1], None, 1, proved=False, limit=Limit.TIME)
         if self.behaviour == "waits":
             run.report(bad)
             while not run.stopped():
@@ -295,3 +301,11 @@ def test_warm_up_treats_every_planner_once() -> None:
     planning.warm_up(["lpt+ffd", (Scripted(), Scripted("infeasible plan"))])
     assert "lpt+ffd" in planning._warmed
     assert "scripted+scripted(behaviour='infeasible plan')" not in planning._warmed
+
+
+def test_bounds_outlive_a_run_without_a_plan() -> None:
+    bare = solve("bound only")
+    assert (bare.status, bare.levels[0].bound, bare.levels[0].value) == (Status.NO_SOLUTION, 1, None)
+    kept = solve("bound and report")
+    assert kept.status is Status.FEASIBLE
+    assert [level.bound for level in kept.levels] == [1, None, None]
