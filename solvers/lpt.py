@@ -291,28 +291,47 @@ def kicked_ranks(
 def _sum_subsets(
     load: IntArray, experts: IntArray, members: IntArray, start: int, stop: int, sums: IntArray, order: IntArray
 ) -> None:
-    """Sums of the subsets start..stop of one rank, ascending, and which subsets they are."""
-    small = stop - start <= 64
+    """Sums of the subsets start..stop of one rank, ascending (stable), and which subsets they are."""
+    run = 32
     for a in range(start, stop):
         value = 0
         for j in range(members.shape[1]):
             if members[a, j] < 0:
                 break
             value += load[experts[members[a, j]]]
-        sums[a] = value
-        order[a] = a
-        if small:  # stable insertion sort
-            b = a
-            while b > start and sums[b - 1] > value:
-                sums[b] = sums[b - 1]
-                order[b] = order[b - 1]
-                b -= 1
-            sums[b] = value
-            order[b] = a
-    if not small:
-        by_sum = np.argsort(sums[start:stop], kind="mergesort")
-        sums[start:stop] = sums[start:stop][by_sum]
-        order[start:stop] = start + by_sum
+        # Insertion sort of short runs.
+        b = a
+        begin = a - (a - start) % run
+        while b > begin and sums[b - 1] > value:
+            sums[b] = sums[b - 1]
+            order[b] = order[b - 1]
+            b -= 1
+        sums[b] = value
+        order[b] = a
+    if stop - start <= run:
+        return
+    # Merge the runs, bottom up. Own code, because compiling NumPy's sort costs eight seconds.
+    other_sums = np.empty(stop, np.int64)
+    other_order = np.empty(stop, np.int64)
+    while run < stop - start:
+        for begin in range(start, stop, 2 * run):
+            middle = min(begin + run, stop)
+            end = min(begin + 2 * run, stop)
+            i = begin
+            j = middle
+            for k in range(begin, end):
+                if i < middle and (j >= end or sums[i] <= sums[j]):
+                    other_sums[k] = sums[i]
+                    other_order[k] = order[i]
+                    i += 1
+                else:
+                    other_sums[k] = sums[j]
+                    other_order[k] = order[j]
+                    j += 1
+        for k in range(start, stop):
+            sums[k] = other_sums[k]
+            order[k] = other_order[k]
+        run *= 2
 
 
 @njit(cache=True, nogil=True)
