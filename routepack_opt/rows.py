@@ -36,9 +36,9 @@ __all__ = ["BinCount", "RowCount", "least_bins_bound", "least_rows", "pack_bins"
 _SUBSET_SUM_WORK = 1_500_000
 #: Item types times capacity up to which pattern generation is tried (entries of one knapsack table).
 _KNAPSACK_SIZE = 25_000_000
-#: Patterns enumerated at most, and up to how many the search through them comes before a long dive.
+#: Patterns enumerated at most, and up to how many the search through them gets most of the time.
 _MAX_PATTERNS = 40_000
-_FEW_PATTERNS = 600
+_FEW_PATTERNS = 1_000
 #: Duals are rounded down to multiples of 1 / this.
 _DUAL_SCALE = 10**7
 
@@ -510,22 +510,26 @@ class _Patterns:
         if candidates is None and (proof.duals == 0).any():
             # Many optimal duals: perturbed demands pick one that gives every length a value.
             candidates = self._enumerate(self._perturbed(deadline), num_bins)
-        few = candidates is not None and len(candidates) <= _FEW_PATTERNS
+        # Time is shared between random dives, which only find, and the search through the list, which also
+        # refutes: the shorter the list, the more the search is worth. (attempt, share of the time, seconds)
+        shares: tuple[tuple[str, float, float], ...]
+        if candidates is None:
+            shares = (("dives", 1.0, math.inf),)
+        elif len(candidates) <= _FEW_PATTERNS:
+            shares = (("dives", 0.3, 3.0), ("list", 0.9, math.inf), ("dives", 1.0, math.inf))
+        else:
+            shares = (("dives", 0.67, 20.0), ("list", 1.0, math.inf))
         start = time.perf_counter()
-        for attempt in ("dive", "list", "dives") if few else ("dive", "dives", "list"):
-            if attempt == "list":
-                if candidates is None:
-                    continue
-                found, impossible = self._choose(candidates, num_bins, deadline)
+        number = 0
+        for attempt, share, seconds in shares:
+            end = min(start + share * (deadline - start), start + seconds)
+            if attempt == "list" and candidates is not None:
+                found, impossible = self._choose(candidates, num_bins, end)
                 if found is not None or impossible:
                     return found, "pattern search", impossible
                 continue
-            # Without a list nothing else is left to try; with one the dives get a third of the time.
-            end = deadline if few or candidates is None else start + (deadline - start) / 3
-            number = 0
-            while number == 0 or (attempt == "dives" and time.perf_counter() < end):
-                rng = np.random.default_rng(number) if number or attempt == "dives" else None
-                found = self._dive(num_bins, end, rng)
+            while number == 0 or time.perf_counter() < end:
+                found = self._dive(num_bins, end, np.random.default_rng(number) if number else None)
                 if found is not None:
                     return found, "diving in column generation", False
                 number += 1
