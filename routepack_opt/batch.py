@@ -159,6 +159,9 @@ class RoutingBatch:
                 faults.add(f"group_ids has {len(groups)} entries for {num_samples} samples")
         if uncovered not in ("ignore", "scale"):
             faults.add(f"uncovered is {uncovered!r}; it must be 'ignore' or 'scale'")
+        if top_k is not None and not isinstance(top_k, bool) and isinstance(top_k, int) and top_k > MAX_LENGTH:
+            faults.add(f"top_k is {top_k}, above the limit {MAX_LENGTH}")
+            top_k = None
         if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1):
             faults.add(f"top_k is {top_k!r}; it must be an integer of at least 1")
             top_k = None
@@ -300,6 +303,9 @@ class RoutingBatch:
 
 def _names(sample_ids: Sequence[str] | None, num_samples: int, faults: Faults) -> tuple[str, ...] | None:
     if sample_ids is None:
+        return None
+    if isinstance(sample_ids, str):
+        faults.add(f"sample_ids is the string {sample_ids!r}; it must be a list of names")
         return None
     names = tuple(str(name) for name in sample_ids)
     if len(names) != num_samples:

@@ -70,6 +70,8 @@ class Bound:
         What proved it.
     num_rows : int
         R it was derived for; it says nothing about plans of another R.
+    problem_fingerprint : str
+        The problem it was derived for.
     """
 
     level: str
@@ -77,6 +79,7 @@ class Bound:
     value: int
     method: str
     num_rows: int
+    problem_fingerprint: str
 
     def __repr__(self) -> str:
         return f"Bound({self.level} >= {self.value}, {self.scope}, {self.method}, R {self.num_rows})"
@@ -112,6 +115,8 @@ def gap(value: int | Score | None, bound: int | Bound | None) -> float | None:
                 f"the plan has {value.num_rows} rows, the bound is for {bound.num_rows}: no gap across rows",
                 context="gap",
             )
+        if value.problem_fingerprint != bound.problem_fingerprint:
+            raise InvalidInputError("the score and the bound belong to different problems", context="gap")
         value = value.levels[LEVELS.index(bound.level)]
     limit = bound.value if isinstance(bound, Bound) else bound
     if value is None or limit is None:
@@ -491,12 +496,18 @@ def _scope_bounds(problem: Problem, placement: Placement | None, levels: tuple[s
             "max_row_work": (num_blocks, f" / {num_blocks} blocks"),
         }[level]
         for total, method in totals:
-            found.append(Bound(level, scope, -(-total // divisor), method + suffix, problem.num_rows))
+            found.append(
+                Bound(level, scope, -(-total // divisor), method + suffix, problem.num_rows, problem.fingerprint)
+            )
         if level == "max_row_work":
             alone = _sample_expert_load(problem, placement)
             block = problem.attention_work.sum(axis=0) + unit * alone
-            found.append(Bound(level, scope, int(block.max()), "costliest sample", problem.num_rows))
+            found.append(
+                Bound(level, scope, int(block.max()), "costliest sample", problem.num_rows, problem.fingerprint)
+            )
             longest = int(np.argmax(problem.lengths))
             forced = _longest_cell_work(problem) + unit * max(int(alone[longest]), _forced_block_load(problem))
-            found.append(Bound(level, scope, forced, "longest sample in filled cells", problem.num_rows))
+            found.append(
+                Bound(level, scope, forced, "longest sample in filled cells", problem.num_rows, problem.fingerprint)
+            )
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -263,8 +264,12 @@ def compare(
 
 def _check_folder(path: Path) -> None:
     """Refuse before the work is done what could not be written after it."""
+    if path.is_dir():
+        raise InvalidInputError(f"{path} is a folder; name a file")
     if not path.parent.is_dir():
         raise InvalidInputError(f"the folder {path.parent} of {path.name} does not exist; create it first")
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidInputError(f"the folder {path.parent} of {path.name} is not writable")
 
 
 def _check_figure(path: Path) -> None:
@@ -375,6 +380,7 @@ def generate(
         return
     if not family or problem_out is None:
         raise InvalidInputError("name a family and --out FILE.npz, or use --list")
+    _check_folder(problem_out)
     made = synthetic.family(family, seed=seed)
     made.save(problem_out)
     if as_json:
@@ -443,6 +449,7 @@ def count(
             faults.add(f"{flag} is {value or 'missing'}; it must be at least 1")
     faults.raise_if_any("count")
     assert problem_out is not None
+    _check_folder(problem_out)
     batch, coverage = formats.read(
         source_format, sources, num_experts=num_experts, uncovered=uncovered, **_options(option or [])
     )
@@ -461,6 +468,10 @@ def count(
         out.print(f"written to {escape(str(problem_out))}")
 
 
+#: Arguments of the readers and exporters that the commands fill in.
+_FLAGS = {"name", "problem", "plan", "path", "paths", "num_experts", "uncovered"}
+
+
 def _options(given: Sequence[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     faults = Faults()
@@ -469,9 +480,12 @@ def _options(given: Sequence[str]) -> dict[str, Any]:
         if not sign or not name.isidentifier():
             faults.add(f"--option {item!r}; write NAME=VALUE")
             continue
+        if name in _FLAGS:
+            faults.add(f"--option {item!r}; {name} is not an option of the format, the command says it itself")
+            continue
         try:
             options[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             options[name] = value
     faults.raise_if_any("options")
     return options

@@ -299,6 +299,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attention", tuple(self.attention))
+        strangers = [item for item in self.attention if not isinstance(item, OperatorClass)]
+        if strangers:
+            raise InvalidInputError([f"attention holds {item!r}; it must hold OperatorClass" for item in strangers])
         names = [operator.name for operator in self.attention]
         faults = Faults()
         for name in sorted({name for name in names if names.count(name) > 1}):

@@ -116,7 +116,9 @@ def read_json(path: PathLike, *, what: str) -> Any:
         raise InvalidInputError(f"{what} {path} is not UTF-8 text: {error}") from error
     try:
         return json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
+    except InvalidInputError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{what} {path} is not JSON (truncated?): {error}") from error
 
 

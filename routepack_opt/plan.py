@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from routepack_opt import files
 from routepack_opt.arrays import IntArray, integer_array, read_only
 from routepack_opt.errors import Faults, InvalidInputError, InvalidPlanError
-from routepack_opt.problem import Problem, validation_faults
+from routepack_opt.problem import Problem, most_rank_load, validation_faults
 
 __all__ = ["Packing", "Placement", "Plan"]
 
@@ -98,6 +98,8 @@ class Placement:
     @classmethod
     def contiguous(cls, num_layers: int, num_experts: int, *, ep_size: int) -> Placement:
         """The identity: rank p owns experts p·E/P .. (p+1)·E/P − 1, as most trainers place them."""
+        if min(num_layers, num_experts) < 0:
+            raise InvalidInputError(f"{num_layers} layers x {num_experts} experts: sizes must not be negative")
         return cls.from_slots(
             np.broadcast_to(np.arange(num_experts, dtype=np.int64), (num_layers, num_experts)),
             ep_size=ep_size,
@@ -120,6 +122,8 @@ class Placement:
             If a rank is out of range or does not own exactly E / P experts.
         """
         faults = Faults()
+        if isinstance(ep_size, bool) or not isinstance(ep_size, int | np.integer) or ep_size < 1:
+            faults.add(f"ep_size is {ep_size!r}; it must be an integer of at least 1")
         ranks = integer_array(rank_of_expert, "rank_of_expert", faults, ndim=2, element="layer")
         faults.raise_if_any("placement")
         assert ranks is not None
@@ -203,7 +207,7 @@ class Placement:
                 context="remapping routed ids",
             )
         wide = array.astype(np.int64)
-        outside = (wide < -1) | (wide >= self.num_experts)
+        outside = (wide < -1) | (wide >= self.num_experts) | ((wide < 0) & (array > 0))
         if outside.any():
             place = tuple(int(k) for k in np.argwhere(outside)[0])
             raise InvalidInputError(
@@ -216,7 +220,7 @@ class Placement:
         return table[layers, wide].astype(dtype)
 
     def rank_load(self, problem: Problem) -> npt.NDArray[Any]:
-        """Routed tokens each sample lands on each rank, [N, L, P], uint16 where that holds K · max M, else int32.
+        """Routed tokens each sample lands on each rank, [N, L, P], uint16 where that always fits, else int32.
 
         The result is cached for the last problem asked about.
         """
@@ -226,7 +230,8 @@ class Placement:
         faults = placement_faults(problem, self)
         if faults:
             raise InvalidInputError(faults, context="placement")
-        largest = problem.top_k * int(problem.batch.routed_tokens.max())
+        most = int(problem.batch.routed_tokens.max())
+        largest = most_rank_load(problem.num_experts, problem.ep_size, problem.top_k, most) if self.num_layers else 0
         dtype = np.uint16 if largest < 2**16 else np.int32
         load = np.zeros((problem.num_samples, self.num_layers, self.ep_size), dtype=dtype)
         if self.num_layers:
@@ -303,6 +308,8 @@ class Packing:
     def from_cells(cls, cells: npt.ArrayLike, *, dp_size: int) -> Packing:
         """Build from flat cell numbers r · D + d, int [N]."""
         faults = Faults()
+        if isinstance(dp_size, bool) or not isinstance(dp_size, int | np.integer) or dp_size < 1:
+            faults.add(f"dp_size is {dp_size!r}; it must be an integer of at least 1")
         flat = integer_array(cells, "cells", faults, ndim=1)
         faults.raise_if_any("packing")
         assert flat is not None

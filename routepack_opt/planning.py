@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds a planner gets when neither a time limit nor an iteration limit is given.
 DEFAULT_TIME_LIMIT = 2.0
-#: Share of time and iteration limit that the placer of ``placer+packer`` may use; the rest, and what it leaves, is the
-#: packer's.
+#: Share of the time limit that the placer of ``placer+packer`` may use; the packer gets all that is left. Iterations
+#: are counted by each component for itself: the placer may use this share of the limit, the packer the whole.
 PLACER_SHARE = 0.25
 
 _WARM = CostModel(
@@ -111,17 +111,19 @@ def solve(
     """
     built = _build(planner)
     faults = Faults()
-    if isinstance(built, tuple):
+    if isinstance(built, tuple) and len(built) != 2:
+        faults.add(f"planner is a tuple of {len(built)}; give a pair (placer, packer) or a joint planner")
+    elif isinstance(built, tuple):
         if not isinstance(built[0], Placer):
             faults.add(f"{built[0]!r} has no place(problem, packing, run)")
         if not isinstance(built[1], Packer):
             faults.add(f"{built[1]!r} has no pack(problem, placement, run)")
     elif not isinstance(built, Planner):
         faults.add(f"{planner!r} has no plan(problem, run); give a pair (placer, packer) or a joint planner")
+    faults.raise_if_any("planning")
     faults.extend(_refusals(problem, _parts(problem, built)))
     faults.extend(_warm_start_faults(problem, warm_start))
-    if previous is not None:
-        faults.extend(placement_faults(problem, previous))
+    faults.extend(_previous_faults(problem, previous))
     run, settings = _start(
         problem,
         faults,
@@ -196,10 +198,11 @@ def place(
     faults.extend(_refusals(problem, (built,)))
     if not problem.num_layers:
         faults.add("the problem has no routing counts, so there are no experts to place")
-    if packing is not None:
+    if packing is not None and not isinstance(packing, Packing):
+        faults.add(f"packing is {packing!r}; it must be a Packing or a Result")
+    elif packing is not None:
         faults.extend(packing_violations(problem, packing))
-    if previous is not None:
-        faults.extend(placement_faults(problem, previous))
+    faults.extend(_previous_faults(problem, previous))
     run, settings = _start(
         problem,
         faults,
@@ -223,6 +226,7 @@ def place(
             placement = _guard(lambda: built.place(problem, packing, child), run)
     run.adopt(child)
     runtime = run.time()
+    returned = placement
     if placement is None:
         placement = run._record.best_placement
     level = AGGREGATE_LEVEL if packing is None else BLOCK_LEVEL
@@ -234,12 +238,20 @@ def place(
             raise SolverClaimError(f"{name} returned a placement that does not fit: {'; '.join(found)}")
         if previous is not None:
             placement = migration.relabel(placement, previous)
+        if packing is not None and run.best_score is not None:
+            known = scoring.evaluate(problem, Plan.of(problem, placement, packing))
+            if run.best_score.breakdown.expert.sum() < known.breakdown.expert.sum():
+                assert run.best is not None
+                placement = run.best.placement
         if packing is None:
             value = int(bounds.aggregate_load(problem, placement).max(axis=1).sum()) * problem.expert_unit
         else:
             plan = Plan.of(problem, placement, packing)
             score = scoring.evaluate(problem, plan)
             value = int(score.breakdown.expert.sum())
+    for claim in run.claims:
+        if returned is not None and claim.level == level and claim.value not in (None, value):
+            raise SolverClaimError(f"{name} claims {level} = {claim.value}; the evaluator finds {value}")
     levels = _levels((level,), (value,), run)
     status, limit = _overall(levels)
     return Result(
@@ -306,12 +318,14 @@ def pack(
         else placement
     )
     faults = Faults()
+    if not isinstance(fixed, Placement):
+        raise InvalidInputError(f"placement is {fixed!r}; it must be a Placement or a Result", context="pack")
     faults.extend(placement_faults(problem, fixed))
     faults.extend(_refusals(problem, (built,)))
     if isinstance(warm_start, Packing):
         warm_start = None if faults else Plan.of(problem, fixed, warm_start)
     faults.extend(_warm_start_faults(problem, warm_start))
-    if warm_start is not None and warm_start.placement != fixed:
+    if isinstance(warm_start, Plan) and warm_start.placement != fixed:
         warm_start = Plan.of(problem, fixed, warm_start.packing)
     run, settings = _start(
         problem,
@@ -431,6 +445,14 @@ def _warm_start_faults(problem: Problem, warm_start: Any) -> list[str]:
     return [f"warm_start: {fault}" for fault in violations(problem, warm_start)]
 
 
+def _previous_faults(problem: Problem, previous: Any) -> list[str]:
+    if previous is None:
+        return []
+    if not isinstance(previous, Placement):
+        return [f"previous is {previous!r}; it must be a Placement"]
+    return [f"previous: {fault}" for fault in placement_faults(problem, previous)]
+
+
 def default_num_threads() -> int:
     """Processors this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -479,7 +501,7 @@ def _start(
         problem,
         seed=int(seed),
         time_limit=None if time_limit is None else float(time_limit),
-        iteration_limit=iteration_limit,
+        iteration_limit=None if iteration_limit is None else int(iteration_limit),
         num_threads=threads,
         warm_start=warm_start,
         previous_placement=previous,
@@ -489,7 +511,10 @@ def _start(
     if warm_start is not None:
         run._solver = "warm start"
         run.report(warm_start)
-    return run, {"time_limit": time_limit, "iteration_limit": iteration_limit}
+    return run, {
+        "time_limit": None if time_limit is None else float(time_limit),
+        "iteration_limit": None if iteration_limit is None else int(iteration_limit),
+    }
 
 
 def _guard(decide: Callable[[], Any], run: Run) -> Any:
@@ -526,6 +551,9 @@ def _conclude(
                 )
         run.report(plan)
     best, score = record.best, record.best_score
+    if returned is not None and score is not None and returned.levels == score.levels:
+        # Claims are about the plan that came back, not about an equally good one met on the way.
+        best, score = plan, returned
     reason = record.infeasible
     proof = bool(reason)
     if reason and best is not None:
@@ -792,6 +820,21 @@ class Runs:
         return f"<p>{self.problem!r}<br>{self._head()}</p>{self.formatted().to_html(index=False)}"
 
 
+def _seed_list(seeds: Any, faults: Faults) -> list[int]:
+    """Seeds from a count or from a list of seeds."""
+    if isinstance(seeds, int | np.integer) and not isinstance(seeds, bool) and seeds >= 1:
+        return list(range(int(seeds)))
+    if (
+        isinstance(seeds, Sequence | np.ndarray)
+        and not isinstance(seeds, str)
+        and len(seeds)
+        and all(isinstance(seed, int | np.integer) and not isinstance(seed, bool) and seed >= 0 for seed in seeds)
+    ):
+        return [int(seed) for seed in seeds]
+    faults.add(f"seeds is {seeds!r}; it must be a count of at least 1 or a list of integers of at least 0")
+    return []
+
+
 def _best(results: list[Result]) -> Result:
     solved = [result for result in results if result.score is not None]
     if not solved:
@@ -840,8 +883,10 @@ def compare(
     faults = Faults()
     if isinstance(planners, str):
         planners = [planners]
-    if not planners:
-        faults.add("no planner is given")
+    if not isinstance(planners, Sequence) or not planners:
+        raise InvalidInputError(
+            f"planners is {planners!r}; no planner is named; give a list of specs", context="comparison"
+        )
     built = []
     for planner in planners:
         try:
@@ -851,10 +896,8 @@ def compare(
             continue
         faults.extend(_refusals(problem, _parts(problem, parsed)))
         built.append(parsed)
-    if isinstance(seeds, bool) or (isinstance(seeds, int) and seeds < 1) or (not isinstance(seeds, int) and not seeds):
-        faults.add(f"seeds is {seeds!r}; it must be a count of at least 1 or a list of seeds")
+    seed_list = _seed_list(seeds, faults)
     faults.raise_if_any("comparison")
-    seed_list = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
     jobs = [(planner, seed) for planner in built for seed in seed_list]
     warm_up(built)
     wanted = progress if progress is not None else len(jobs) > 1 and someone_watches()

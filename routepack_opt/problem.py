@@ -7,6 +7,7 @@ Every solver, the evaluator and the bounds see the same two integer arrays:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -32,6 +33,10 @@ SCHEMA = "routepack-problem/1"
 WORK_LIMIT = 2**62
 #: Tokens of one rank, layer and window must fit the int32 load arrays of the kernels.
 LOAD_LIMIT = 2**31 - 1
+#: Limit of a capacity, an alignment and every other size, so that sums of them stay far inside int64.
+SIZE_LIMIT = 2**31 - 1
+#: Limit of R · D: every cell has an entry in several arrays.
+CELL_LIMIT = 10**7
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,15 @@ class Cluster:
         faults = Faults()
         _positive(faults, "ep_size", self.ep_size)
         try:
-            shards = tuple(tuple(int(slot) for slot in shard) for shard in self.shards)
-        except (TypeError, ValueError):
+            shards = tuple(tuple(shard) for shard in self.shards)
+        except TypeError:
             raise InvalidInputError(f"shards is {self.shards!r}; it must be lists of DP slots") from None
+        for g, shard in enumerate(shards):
+            for slot in shard:
+                if isinstance(slot, bool) or not isinstance(slot, int | np.integer):
+                    faults.add(f"shard {g} holds {slot!r}; DP slots are integers")
+        faults.raise_if_any("cluster")
+        shards = tuple(tuple(int(slot) for slot in shard) for shard in shards)
         if not shards:
             faults.add("shards is empty; at least one EDP shard is needed")
         sizes = {len(shard) for shard in shards}
@@ -114,6 +125,8 @@ class Cluster:
             _positive(faults, "dp_size", dp_size)
         faults.raise_if_any("cluster")
         slots = num_shards * ep_size if dp_size is None else dp_size
+        if slots > CELL_LIMIT:
+            raise InvalidInputError(f"dp_size {slots} is above the limit {CELL_LIMIT}", context="cluster")
         if slots % num_shards:
             raise InvalidInputError(
                 f"dp_size {slots} is not divisible by num_shards {num_shards}: EDP shards must be equal in size",
@@ -189,6 +202,8 @@ def _positive(faults: Faults, name: str, value: Any, *, least: int = 1) -> None:
         faults.add(f"{name} is {value!r}; it must be an integer")
     elif value < least:
         faults.add(f"{name} is {value}; it must be at least {least}")
+    elif value > SIZE_LIMIT:
+        faults.add(f"{name} is {value}; it must be at most {SIZE_LIMIT}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +252,7 @@ class Problem:
         capacity: int,
         cluster: Cluster,
         cost: CostModel | str | None = None,
-        num_rows: int | None = None,
+        num_rows: int | RowCount | None = None,
         length_alignment: int = 1,
         min_samples_per_cell: int = 0,
         equal_samples_per_slot: bool = False,
@@ -254,8 +269,9 @@ class Problem:
         cost : CostModel or str, optional
             A preset name (see :func:`routepack_opt.cost.preset_names`) is derived
             for this capacity and cluster. None: expert work only.
-        num_rows : int, optional
+        num_rows : int or RowCount, optional
             R; default: the least number found, stored with its proven lower bound.
+            A RowCount carries a bound that is known for these lengths.
         length_alignment, min_samples_per_cell, equal_samples_per_slot
             See the class.
         prove_rows : float
@@ -271,13 +287,19 @@ class Problem:
             sample, too few rows, fewer samples than cells that must not be empty.
         """
         faults = Faults()
+        if not isinstance(batch, RoutingBatch):
+            faults.add(f"batch is {type(batch).__name__}; it must be a RoutingBatch")
         _positive(faults, "capacity", capacity)
         _positive(faults, "length_alignment", length_alignment)
-        if num_rows is not None:
+        if num_rows is not None and not isinstance(num_rows, RowCount):
             _positive(faults, "num_rows", num_rows)
-        if isinstance(min_samples_per_cell, bool) or min_samples_per_cell not in (0, 1):
+        if (
+            isinstance(min_samples_per_cell, bool)
+            or not isinstance(min_samples_per_cell, int | np.integer)
+            or min_samples_per_cell not in (0, 1)
+        ):
             faults.add(f"min_samples_per_cell is {min_samples_per_cell!r}; it must be 0 or 1")
-        if not isinstance(equal_samples_per_slot, bool):
+        if not isinstance(equal_samples_per_slot, bool | np.bool_):
             faults.add(f"equal_samples_per_slot is {equal_samples_per_slot!r}; it must be True or False")
         if not isinstance(cluster, Cluster):
             faults.add(f"cluster is {cluster!r}; it must be a Cluster")
@@ -329,7 +351,7 @@ class Problem:
             rows=rows,
             length_alignment=length_alignment,
             min_samples_per_cell=int(min_samples_per_cell),
-            equal_samples_per_slot=equal_samples_per_slot,
+            equal_samples_per_slot=bool(equal_samples_per_slot),
             _checked=True,
         )
         problem._refuse_overflow()
@@ -398,7 +420,7 @@ class Problem:
             elif dp_size is not None or num_shards != 1:
                 faults.add("shards stands beside dp_size or num_shards; give one or the other")
             else:
-                cluster = Cluster(ep_size, tuple(tuple(shard) for shard in shards))
+                cluster = Cluster(ep_size, shards)  # type: ignore[arg-type]
         except InvalidInputError as error:
             faults.extend(error.faults)
         faults.raise_if_any("problem")
@@ -443,6 +465,13 @@ class Problem:
         array = integer_array(load, "load", faults, ndim=3, element="micro-step")
         faults.raise_if_any("window")
         assert array is not None
+        if array.size and array.max() > LOAD_LIMIT:
+            step, layer, expert = np.argwhere(array > LOAD_LIMIT)[0]
+            faults.add(
+                f"micro-step {step}, layer {layer}, expert {expert}: load {array[step, layer, expert]} is above the "
+                f"limit {LOAD_LIMIT}"
+            )
+            faults.raise_if_any("window")
         if array.size and array.min() < 0:
             step, layer, expert = np.argwhere(array < 0)[0]
             faults.add(f"micro-step {step}, layer {layer}, expert {expert}: load {array[step, layer, expert]} < 0")
@@ -482,8 +511,12 @@ class Problem:
                 f"h = {h}); round alpha and beta to fewer bits (cost.rational(x, bits=...)) or choose a capacity that "
                 "is a power of two"
             )
-        if routed > LOAD_LIMIT:
-            faults.add(f"{routed} routed tokens in the window are above the limit {LOAD_LIMIT} of one rank's load")
+        most = most_rank_load(self.num_experts, self.ep_size, self.top_k, routed) if self.num_layers else 0
+        if most > LOAD_LIMIT:
+            faults.add(
+                f"one rank can get {most} routed tokens of a layer in the window, above the limit {LOAD_LIMIT}; plan "
+                "fewer samples at a time"
+            )
         faults.raise_if_any("problem")
 
     def replace(
@@ -534,7 +567,7 @@ class Problem:
             capacity=self.capacity if capacity is None else capacity,
             cluster=self.cluster if cluster is None else cluster,
             cost=new_cost,
-            num_rows=self.num_rows if keep_rows else num_rows,
+            num_rows=self.rows if keep_rows else num_rows,
             length_alignment=self.length_alignment if length_alignment is None else length_alignment,
             min_samples_per_cell=self.min_samples_per_cell if min_samples_per_cell is None else min_samples_per_cell,
             equal_samples_per_slot=(
@@ -733,7 +766,7 @@ class Problem:
             raise InvalidInputError("spec is no JSON string", context=context)
         try:
             raw = json.loads(str(text))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"spec is no JSON: {error}", context=context) from error
         if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
             raise InvalidInputError(f"schema is {raw.get('schema')!r}; this reads {SCHEMA!r}", context=context)
@@ -745,7 +778,7 @@ class Problem:
         operators = []
         for entry in spec.attention:
             try:
-                operators.append(OperatorClass(entry.name, Fraction(entry.alpha), Fraction(entry.beta)))
+                operators.append(OperatorClass(entry.name, _fraction(entry.alpha), _fraction(entry.beta)))
             except (ValueError, ZeroDivisionError) as error:
                 faults.add(f"spec.attention {entry.name!r}: alpha {entry.alpha!r}, beta {entry.beta!r}: {error}")
         ids = arrays.get("sample_ids")
@@ -786,6 +819,13 @@ class Problem:
         )
 
 
+def _fraction(text: str) -> Fraction:
+    """Read "p/q" or "p"; anything else, exponents among it, is refused."""
+    if not re.fullmatch(r"-?\d{1,40}(/\d{1,40})?", text):
+        raise ValueError("write p/q with at most 40 digits each")
+    return Fraction(text)
+
+
 class _OperatorSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str
@@ -811,6 +851,11 @@ class _Spec(BaseModel):
         if isinstance(obj, dict):
             obj = {key: value for key, value in obj.items() if key != "schema"}
         return super().model_validate(obj, **options)
+
+
+def most_rank_load(num_experts: int, ep_size: int, top_k: int, routed_tokens: int) -> int:
+    """Most routed tokens one rank can get of a layer: no token goes to an expert twice."""
+    return min(top_k, num_experts // ep_size) * routed_tokens
 
 
 def validation_faults(error: ValidationError, root: str) -> list[str]:
@@ -859,13 +904,18 @@ def _resolve_rows(
     aligned: IntArray,
     capacity: int,
     cluster: Cluster,
-    num_rows: int | None,
+    num_rows: int | RowCount | None,
     prove_rows: float,
     faults: Faults,
 ) -> RowCount | None:
+    if isinstance(num_rows, RowCount):
+        return num_rows
     if num_rows is None:
         return least_rows(aligned, capacity, cluster.dp_size, exact=prove_rows > 0, time_limit=prove_rows)
     num_rows = int(num_rows)
+    if num_rows * cluster.dp_size > CELL_LIMIT:
+        faults.add(f"{num_rows} rows x {cluster.dp_size} DP slots are above the limit of {CELL_LIMIT} cells")
+        return None
     bins, method = least_bins_bound(aligned, capacity)
     bound = -(-bins // cluster.dp_size)
     if bound > num_rows:

@@ -113,7 +113,7 @@ def _class(name: str) -> type:
 def _parse_component(text: str) -> tuple[str, dict[str, Any]]:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise InvalidInputError(f"{text!r} is no planner component; write name or name(parameter=value, ...)") from None
     if isinstance(tree, ast.Name):
         return tree.id, {}
@@ -131,7 +131,7 @@ def _parse_component(text: str) -> tuple[str, dict[str, Any]]:
             faults.add(f"{text!r}: parameter {keyword.arg!r} stands twice")
         try:
             parameters[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
+        except (ValueError, TypeError, RecursionError, MemoryError):
             faults.add(f"{text!r}: the value of {keyword.arg!r} is no Python literal (text needs quotes)")
     faults.raise_if_any("planner spec")
     return tree.func.id, parameters
@@ -174,7 +174,7 @@ def component(text: str) -> Any:
         return cls(**parameters)
     except InvalidInputError as error:
         raise InvalidInputError(error.faults, context=f"planner spec {text!r}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInputError(str(error), context=f"planner spec {text!r}") from error
 
 

@@ -74,6 +74,8 @@ class Score:
         Work units of J = 1.
     num_rows : int
         R.
+    problem_fingerprint : str
+        The problem the plan was scored on.
     breakdown : Breakdown
     """
 
@@ -82,6 +84,7 @@ class Score:
     max_row_work: int
     unit_denominator: int
     num_rows: int
+    problem_fingerprint: str
     breakdown: Breakdown = field(repr=False)
 
     @property
@@ -101,6 +104,8 @@ class Score:
     def _comparable(self, other: Score) -> None:
         if self.unit_denominator != other.unit_denominator:
             raise InvalidInputError("scores of different problems (different work units) are not comparable")
+        if self.num_rows == other.num_rows and self.problem_fingerprint != other.problem_fingerprint:
+            raise InvalidInputError("scores of different problems are not comparable")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Score):
@@ -158,6 +163,7 @@ def evaluate(problem: Problem, plan: Plan) -> Score:
         max_row_work=int(detail.block.max()),
         unit_denominator=problem.unit_denominator,
         num_rows=problem.num_rows,
+        problem_fingerprint=problem.fingerprint,
         breakdown=detail,
     )
 

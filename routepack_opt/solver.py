@@ -24,7 +24,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from routepack_opt import score as scoring
-from routepack_opt.errors import SolverClaimError
+from routepack_opt.errors import InvalidInputError, SolverClaimError
 from routepack_opt.plan import Packing, Placement, Plan
 from routepack_opt.problem import Problem
 from routepack_opt.result import BoundPoint, Incumbent, Limit, Trace
@@ -305,12 +305,11 @@ class Run:
             if isinstance(decision, Placement):
                 record.best_placement = decision
             return False
-        found = scoring.violations(record.problem, plan)
-        if found:
-            raise SolverClaimError(
-                f"{self._solver or 'the solver'} reported an infeasible plan: {'; '.join(found[:5])}"
-            )
-        value = scoring.evaluate(record.problem, plan)
+        try:
+            value = scoring.evaluate(record.problem, plan)
+        except InvalidInputError as error:
+            found = "; ".join(error.faults[:5])
+            raise SolverClaimError(f"{self._solver or 'the solver'} reported an infeasible plan: {found}") from error
         with record.lock:
             if record.best_score is not None and not value < record.best_score:
                 return False

@@ -31,6 +31,8 @@ Levels = tuple[int, int, int]
 _SLICE = 32_768
 #: Proposals of a run that has neither a time nor an iteration limit.
 _DEFAULT_PROPOSALS = 8_000_000
+#: Largest count a parameter may ask for.
+_MOST = 10**9
 _SEEDS = ("ffd", "window_shuffle", "randomized_best_fit", "edp_aware_pair")
 _SCHEDULES = ("geometric", "linear")
 
@@ -56,6 +58,7 @@ class Annealing(Solver):
     seeds : tuple of str
         Seeding operators (names of :mod:`routepack_opt.solvers.seeds`), used in
         turn, each time with fresh randomness. A warm start replaces the first.
+        ``edp_aware_pair`` is left out where slots must hold equal numbers of samples.
     resampling : bool
         Resample between levels; off: independent chains.
     num_levels : int
@@ -126,8 +129,8 @@ class Annealing(Solver):
         faults = Faults()
         for name in ("num_chains", "num_levels", "swap_window"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                faults.add(f"{name} is {value!r}; it must be an integer of at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+                faults.add(f"{name} is {value!r}; it must be an integer in 1..{_MOST}")
         if self.moves_per_level is not None and (
             isinstance(self.moves_per_level, bool)
             or not isinstance(self.moves_per_level, int)
@@ -153,14 +156,19 @@ class Annealing(Solver):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= 1000:
                 faults.add(f"{name} is {value!r}; it must be a number in 0..1000")
+        if self.attention_weight == self.routing_weight == 0:
+            faults.add("attention_weight and routing_weight are both 0, so there is nothing to minimise")
+        first, last = self.initial_temperature, self.final_temperature
+        if _is_number(first) and _is_number(last) and last > first:  # type: ignore[operator]
+            faults.add(f"final_temperature {last!r} is above initial_temperature {first!r}; annealing cools")
         weights = self.energy_weights
         if (
             not isinstance(weights, tuple | list)
             or len(weights) != 3
-            or not all(_is_number(weight) and weight >= 0 for weight in weights)
+            or not all(_is_number(weight) and 0 <= weight <= 1e6 for weight in weights)
             or sum(weights) <= 0
         ):
-            faults.add(f"energy_weights is {weights!r}; it must be three numbers of at least 0, not all 0")
+            faults.add(f"energy_weights is {weights!r}; it must be three numbers in 0..1e6, not all 0")
         else:
             object.__setattr__(self, "energy_weights", tuple(float(weight) for weight in weights))
         shares = (self.relocation_share, self.exchange_share)
@@ -170,6 +178,12 @@ class Annealing(Solver):
                 "add up to at most 1"
             )
         faults.raise_if_any(self.name)
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Refuses when every seeding operator refuses."""
+        if problem.equal_samples_per_slot and set(self.seeds) == {"edp_aware_pair"}:
+            return EdpAwarePair().unsupported(problem)
+        return None
 
     def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
         """Pack for a placement; None if no seed is feasible."""
@@ -185,7 +199,7 @@ class Annealing(Solver):
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def _weighted_tables(
@@ -221,7 +235,7 @@ def _weighted_tables(
 
 
 def _seed_cells(name: str, problem: Problem, placement: Placement, rng: np.random.Generator) -> IntArray | None:
-    if name == "ffd" or (name == "edp_aware_pair" and problem.equal_samples_per_slot):
+    if name == "ffd":
         return Ffd().cells(problem, rng)
     if name == "window_shuffle":
         return WindowShuffle().cells(problem, rng)
@@ -264,11 +278,12 @@ class _Population:
         if run.warm_start is not None:
             packing = run.warm_start.packing
             starts.append((packing.row_of_sample, packing.dp_slot_of_sample))
+        seeds = [name for name in options.seeds if name != "edp_aware_pair" or not problem.equal_samples_per_slot]
         k = 0
         while len(starts) < options.num_chains:
             if starts and run.stopped():
                 break
-            cells = _seed_cells(options.seeds[k % len(options.seeds)], problem, placement, self.rng)
+            cells = _seed_cells(seeds[k % len(seeds)], problem, placement, self.rng)
             k += 1
             if cells is None:
                 break
@@ -282,11 +297,15 @@ class _Population:
             )
             return
         for row, slot in starts:
+            if self.chains and run.stopped():
+                break
             self.chains.append(BlockLoads(self.tables, row, slot))
         for k in range(len(starts), options.num_chains):
+            if run.stopped():
+                break
             chain = BlockLoads(self.tables, *starts[k % len(starts)])
             self.chains.append(chain)
-        self.streams = [self.rng.integers(0, 2**64, size=1, dtype=np.uint64) for _ in range(options.num_chains)]
+        self.streams = [self.rng.integers(0, 2**64, size=1, dtype=np.uint64) for _ in self.chains]
         self._archive()
 
     def __enter__(self) -> _Population:

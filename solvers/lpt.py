@@ -102,7 +102,7 @@ def lpt_ranks(load: npt.ArrayLike, ep_size: int, *, refine: bool = True, max_exc
     (2011) 823-828, doi:10.1016/j.ipl.2011.05.021.
     """
     array = checked_load(load, ep_size)
-    if isinstance(max_exchange, bool) or max_exchange not in (1, 2, 3, 4):
+    if type(max_exchange) is not int or max_exchange not in (1, 2, 3, 4):
         raise InvalidInputError(f"max_exchange is {max_exchange!r}; it must be 1, 2, 3 or 4", context="lpt")
     order = np.argsort(-array, axis=1, kind="stable").astype(np.int64)
     ranks = np.zeros_like(array)
@@ -175,7 +175,7 @@ def refined_ranks(
     array = checked_load(load, ep_size)
     faults = Faults()
     ranks = integer_array(rank_of_expert, "rank_of_expert", faults, ndim=2, element="layer")
-    if isinstance(max_exchange, bool) or max_exchange not in (1, 2, 3, 4):
+    if type(max_exchange) is not int or max_exchange not in (1, 2, 3, 4):
         faults.add(f"max_exchange is {max_exchange!r}; it must be 1, 2, 3 or 4")
     faults.raise_if_any("refinement")
     assert ranks is not None
@@ -551,7 +551,7 @@ def refinement_faults(refine: Any, max_exchange: Any) -> list[str]:
     faults = []
     if not isinstance(refine, bool):
         faults.append(f"refine is {refine!r}; it must be True or False")
-    if isinstance(max_exchange, bool) or max_exchange not in (1, 2, 3, 4):
+    if type(max_exchange) is not int or max_exchange not in (1, 2, 3, 4):
         faults.append(f"max_exchange is {max_exchange!r}; it must be 1, 2, 3 or 4")
     return faults
 

@@ -174,6 +174,7 @@ class _Engine:
         outcome = solve(variable, hint, budget, run, on_solution, on_bound)
         if outcome.infeasible and hint is None and not self._assignment_infeasible(budget, run):
             # Floating point may have lost a tight cost row; only the cells themselves prove infeasibility.
+            run.explain("the engine calls the model infeasible in floating point, which proves nothing")
             return Outcome(None, False, Limit.EXHAUSTED)
         return outcome
 

@@ -49,7 +49,10 @@ class TestCluster:
             ((), "at least one EDP shard"),
             (((),), "above 0"),
             (((-1, 0),), "out of range \\[-1\\]"),
-            ("ab", "must be lists"),
+            ("ab", "shard 0 holds 'a'"),
+            (3, "must be lists"),
+            (((0.9,), (1.2,)), "shard 0 holds 0.9"),
+            (((False,), (True,)), "shard 0 holds False"),
         ],
     )
     def test_bad_shards(self, shards: Any, message: str) -> None:
