@@ -210,12 +210,14 @@ def array_digest(parts: Mapping[str, npt.NDArray[Any] | str | int]) -> str:
         if isinstance(part, np.ndarray):
             digest.update(repr(part.shape).encode())
             flat = part.reshape(part.shape[0], -1) if part.ndim > 1 and part.shape[0] else part.reshape(1, -1)
+            width = "<i8"
+            if part.dtype.kind == "u" and part.dtype.itemsize <= 4:
+                width = "<u2" if not part.size or int(part.max()) < 2**16 else "<u4"
             rows = max(1, (1 << 20) // max(1, flat.shape[1]))
             for start in range(0, flat.shape[0], rows):
-                block = np.ascontiguousarray(flat[start : start + rows])
-                narrow = block.dtype.kind == "u" and block.dtype.itemsize <= 4
+                block = np.ascontiguousarray(flat[start : start + rows], dtype=width)
                 if block.size:
-                    digest.update(block.astype("<u4" if narrow else "<i8", copy=False).tobytes())
+                    digest.update(memoryview(block.reshape(-1).view(np.uint8)))
         else:
             digest.update(repr(part).encode())
         digest.update(b"\1")

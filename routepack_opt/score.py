@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import total_ordering
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
 from routepack_opt.arrays import IntArray, read_only
 from routepack_opt.errors import InvalidInputError
@@ -17,6 +19,15 @@ __all__ = ["LEVELS", "Breakdown", "Score", "evaluate", "packing_violations", "vi
 
 #: Names of the lexicographic levels, most important first.
 LEVELS = ("max_shard_work", "total_work", "max_row_work")
+
+
+@njit(cache=True, nogil=True)
+def _add_by_block(load: npt.NDArray[Any], block_of_sample: IntArray, out: IntArray) -> None:
+    """out[b] += load[i] for every sample i of block b."""
+    for i in range(load.shape[0]):
+        row = out[block_of_sample[i]]
+        for k in range(load.shape[1]):
+            row[k] += load[i, k]
 
 
 @dataclass(frozen=True)
@@ -193,10 +204,12 @@ def breakdown(problem: Problem, plan: Plan) -> Breakdown:
         attention[:, g] = cell_work[:, :, list(shard)].max(axis=2).sum(axis=0)
     load = np.zeros((num_rows, num_shards, problem.num_layers, problem.ep_size), dtype=np.int64)
     if problem.num_layers:
-        rank_load = plan.placement.rank_load(problem)
-        shards = problem.shard_of_slot[slots]
-        for i in range(problem.num_samples):
-            load[rows[i], shards[i]] += rank_load[i]
+        blocks = rows * num_shards + problem.shard_of_slot[slots]
+        _add_by_block(
+            plan.placement.rank_load(problem).reshape(problem.num_samples, -1),
+            blocks,
+            load.reshape(num_rows * num_shards, -1),
+        )
         expert = load.max(axis=3).sum(axis=2) * problem.expert_unit
     else:
         expert = np.zeros((num_rows, num_shards), dtype=np.int64)
