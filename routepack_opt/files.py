@@ -217,7 +217,7 @@ def array_digest(parts: Mapping[str, npt.NDArray[Any] | str | int]) -> str:
             for start in range(0, flat.shape[0], rows):
                 block = np.ascontiguousarray(flat[start : start + rows], dtype=width)
                 if block.size:
-                    digest.update(memoryview(block.reshape(-1).view(np.uint8)))
+                    digest.update(block.reshape(-1).view(np.uint8).data)
         else:
             digest.update(repr(part).encode())
         digest.update(b"\1")
