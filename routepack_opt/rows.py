@@ -338,9 +338,9 @@ def prove_bins(lengths: npt.ArrayLike, capacity: int, *, time_limit: float = 10.
        are fixed, the rest is solved again, with limited discrepancies, and
        heuristics try every rest), and enumeration: in a packing into z bins
        the amounts M − Σ y of its patterns add up to at most z·M − Σ y, so that
-       only patterns close to M can occur. If there are few enough to list, an
-       integer program over them finds a packing or proves that there is none;
-       then z grows by one.
+       only patterns close to M can occur, for each of several duals. If there
+       are few enough to list, an integer program over them finds a packing or
+       proves that there is none; then z grows by one.
 
     Parameters
     ----------
@@ -509,14 +509,19 @@ class _Patterns:
         candidates = self._enumerate(proof, num_bins)
         if candidates is None and (proof.duals == 0).any():
             # Many optimal duals: perturbed demands pick one that gives every length a value.
-            candidates = self._enumerate(self._perturbed(deadline), num_bins)
+            candidates = self._enumerate(self._perturbed(1e-3, 0, deadline), num_bins)
+        if candidates is not None:
+            for number in range(6):  # what one of several duals forbids cannot occur
+                other = self._perturbed((1e-3, 1e-2, 0.1)[number % 3], number, deadline)
+                slack = num_bins * other.largest - other.total
+                candidates = candidates[candidates @ other.duals >= other.largest - slack]
         # Time is shared between random dives, which only find, and the search through the list, which also
         # refutes: the shorter the list, the more the search is worth. (attempt, share of the time, seconds)
         shares: tuple[tuple[str, float, float], ...]
         if candidates is None:
             shares = (("dives", 1.0, math.inf),)
         elif len(candidates) <= _FEW_PATTERNS:
-            shares = (("dives", 0.3, 3.0), ("list", 0.9, math.inf), ("dives", 1.0, math.inf))
+            shares = (("dives", 0.15, 1.5), ("list", 0.9, math.inf), ("dives", 1.0, math.inf))
         else:
             shares = (("dives", 0.67, 20.0), ("list", 1.0, math.inf))
         start = time.perf_counter()
@@ -535,11 +540,12 @@ class _Patterns:
                 number += 1
         return None, "", False
 
-    def _perturbed(self, deadline: float) -> _DualBound:
-        noise = np.random.default_rng(0).random(self.sizes.size)
+    def _perturbed(self, scale: float, seed: int, deadline: float) -> _DualBound:
+        """A nearly optimal dual, optimal for slightly other demands."""
+        noise = np.random.default_rng(seed).random(self.sizes.size) - 0.3
         count = self.sizes.size
         rows = np.arange(count, dtype=np.int32)
-        lower = self.demand + 1e-3 * noise
+        lower = self.demand + scale * noise
         self._solver.changeRowsBounds(count, rows, lower, np.full(count, self._infinity))
         while True:
             self._solver.run()
