@@ -38,7 +38,7 @@ _SUBSET_SUM_WORK = 1_500_000
 _KNAPSACK_SIZE = 25_000_000
 #: Patterns enumerated at most, and up to how many the search through them gets most of the time.
 _MAX_PATTERNS = 40_000
-_FEW_PATTERNS = 1_000
+_FEW_PATTERNS = 700
 #: Duals are rounded down to multiples of 1 / this.
 _DUAL_SCALE = 10**7
 
