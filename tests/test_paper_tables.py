@@ -54,9 +54,9 @@ def test_gains_of_one_baseline_multiply_and_baselines_are_not_mixed(tables: Modu
         tables,
         contiguous_ffd=12.0,
         lpt_ffd=10.0,
-        contiguous_ffd_dealt=11.0,
         contiguous_annealing=10.5,
         lpt_annealing=9.0,
+        **{f"contiguous_{tables.FULLEST_FIRST}": 11.0},
     )
     rows = {(r["packing baseline"], r["preset"], r["effect"]): r for r in tables.throughput_table(runs)}
     found = {effect: rows["ffd", "tiny", effect]["modelled %"] for effect in ("rerouting", "packing on top", "both")}
@@ -64,10 +64,10 @@ def test_gains_of_one_baseline_multiply_and_baselines_are_not_mixed(tables: Modu
     assert (1 + found["rerouting"] / 100) * (1 + found["packing on top"] / 100) == pytest.approx(
         1 + found["both"] / 100
     )
-    assert rows["ffd_dealt", "tiny", "both"]["modelled %"] == pytest.approx(200 / 9)
-    # lpt+ffd_dealt found nothing: no figure, not a figure of the other baseline.
-    assert "modelled %" not in rows["ffd_dealt", "tiny", "rerouting"]
-    assert rows["ffd_dealt", "tiny", "rerouting"]["steps"] == 0
+    assert rows[tables.FULLEST_FIRST, "tiny", "both"]["modelled %"] == pytest.approx(200 / 9)
+    # LPT with the other baseline found nothing: no figure, not a figure of the other baseline.
+    assert "modelled %" not in rows[tables.FULLEST_FIRST, "tiny", "rerouting"]
+    assert rows[tables.FULLEST_FIRST, "tiny", "rerouting"]["steps"] == 0
 
 
 def test_fixed_share_is_fitted_on_one_preset_and_says_when_it_cannot_be_met(tables: ModuleType) -> None:
@@ -95,7 +95,7 @@ def test_decomposition_compares_within_one_block(tables: ModuleType) -> None:
     assert rows["ffd", "joint bottleneck"] == pytest.approx(-10.0)
     assert rows["length_annealing", "joint bottleneck"] == pytest.approx(-100 * 0.5 / 9.5)
     assert rows["ffd", "EP peaks"] == 0.0
-    assert rows["ffd_dealt", "EP peaks"] is None
+    assert rows[tables.FULLEST_FIRST, "EP peaks"] is None
 
 
 def test_runs_of_other_settings_are_refused(tables: ModuleType, tmp_path: Path) -> None:
