@@ -1,6 +1,6 @@
 """Question: what does a plan lose when the routing it was made for is old or incomplete?
 
-Command: ``python experiments/staleness.py`` (tiny-low, 5 steps, about 5 minutes on
+Command: ``python experiments/staleness.py`` (tiny-low, 5 steps, about a minute on
 one core); ``--family`` takes any frozen family or ``rotating`` (a hot rank that moves
 by one every step, the worst case for an old placement), ``--steps`` and
 ``--iteration-limit`` the size. Steps already in ``--out`` are not run again.
