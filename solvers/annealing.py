@@ -79,7 +79,7 @@ class Annealing(Solver):
         one move is a large part of a packing and a cold start is a trap.
     energy_weights : tuple of float
         w₀, w₁, w₂; the paper has (1, 10⁻⁶, 10⁻⁹). With so small a w₁ the shards that
-        are not the heaviest wander freely, which costs about 0.1 points of gap.
+        are not the heaviest wander freely, which costs about 0.05 points of gap.
     attention_weight, routing_weight : float
         Weights of attention and expert work in energy and archive; (1, 1) is the
         score. ``routing_weight=0`` is length-only annealing. Weights are taken as
