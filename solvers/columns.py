@@ -6,7 +6,9 @@ partition of the samples into R · G columns, and every level of the score is a
 function of the column works alone. The method:
 
 1. **Enumerate** every column, with a lower bound on its attention work; exact
-   splits are computed when a column first matters.
+   splits are computed when a column first matters. Where they are too many, the
+   relaxation is solved by pricing without a list, and only the columns within
+   its distance to a known packing are enumerated (module `pricing`).
 2. **Price**: the linear relaxation is solved by column generation over the full
    list (Gilmore & Gomory 1961, doi:10.1287/opre.9.6.849). Its multipliers are
    rounded to integers, and the least reduced cost over all columns makes the
@@ -25,7 +27,7 @@ function of the column works alone. The method:
 Nothing is rounded: linear programming only chooses multipliers, so an OPTIMAL
 claim holds at any capacity. Deviation from textbook branch and price: there is
 no branching; the filtered list is searched exhaustively instead, which suits
-24-32 samples in small blocks and gives up beyond (with its bound).
+24-32 samples in small blocks and gives up beyond, with the bound of the relaxation.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from routepack_opt.rows import pack_bins
 from routepack_opt.score import LEVELS, evaluate, violations
 from routepack_opt.solver import Run, Solver
 from routepack_opt.solvers.annealing import Annealing
+from routepack_opt.solvers.pricing import Blocks, Generation, exact_work, list_within, split_block
 
 __all__ = ["Columns"]
 
@@ -78,8 +81,9 @@ class Columns(Solver):
     Parameters
     ----------
     max_columns : int
-        Columns, and partial covers, that may be held; beyond, the best packing
-        found is returned with its bound.
+        Columns, and partial covers, that may be held. More columns are not
+        listed but priced; if even those that a better packing could use are
+        more, the best packing found is returned with its bound.
     cuts : bool
         Whether to add subset-row cuts.
     start_share : float
@@ -150,17 +154,6 @@ class _GaveUp(Exception):
     """Too many columns or partial covers."""
 
 
-class _Blocks(NamedTuple):
-    """The samples as the kernels see them, in descending order of length."""
-
-    lengths: IntArray  # [N] aligned tokens
-    attention: IntArray  # [N, S]
-    loads: IntArray  # [N, L, P] work units
-    num_cells: int  # of a block
-    capacity: int
-    least_samples: int  # of a cell
-
-
 class _List(NamedTuple):
     """Columns: sets of samples, works, and whether a work is exact."""
 
@@ -192,7 +185,7 @@ class _Search:
         self.order = np.argsort(-problem.lengths, kind="stable").astype(np.int64)
         self.num_blocks = problem.num_rows * problem.num_shards
         loads = placement.expert_work(problem)[self.order]
-        self.blocks = _Blocks(
+        self.blocks = Blocks(
             np.ascontiguousarray(problem.aligned_lengths[self.order]),
             np.ascontiguousarray(problem.attention_work[:, self.order].T),
             np.ascontiguousarray(loads),
@@ -279,16 +272,14 @@ class _Search:
     # -- the proof ------------------------------------------------------------------------------------------------
 
     def _solve(self) -> None:
-        problem, blocks = self.problem, self.blocks
-        num_shards, num_blocks = problem.num_shards, self.num_blocks
+        num_shards, num_blocks = self.problem.num_shards, self.num_blocks
         columns = self._enumerate()
         self.check()
+        if columns is None:
+            columns = self._priced()
         if num_blocks == 2 and len(columns.masks) > _HARD_PAIRS:
             self._anneal(_LONG_START)  # a better packing spares many exact splits
-        # No partition into columns costs more than all samples one by one: a maximum is at most the sum.
-        alone = int(blocks.attention.sum() + blocks.loads.max(axis=2, initial=0).sum())
-        shard_limit = alone if self.levels is None else self.levels[0]
-        most = num_shards * shard_limit if self.levels is not None else alone
+        shard_limit, most = self._limits()
         if self.levels is not None and num_shards > 1:
             columns = columns.take(np.flatnonzero(columns.works <= shard_limit))
         if num_blocks == 2:
@@ -327,12 +318,58 @@ class _Search:
         self.consider(self._packing(found))
         self.proved = True
 
-    def _record(self, bound: int, columns: _List) -> None:
+    def _limits(self) -> tuple[int, int]:
+        """What one shard, and all together, work at most in a packing worth finding."""
+        if self.levels is not None:
+            return self.levels[0], self.problem.num_shards * self.levels[0]
+        # No partition into columns costs more than all samples one by one: a maximum is at most the sum.
+        alone = int(self.blocks.attention.sum() + self.blocks.loads.max(axis=2, initial=0).sum())
+        return alone, alone
+
+    def _priced(self) -> _List:
+        """Columns that a packing as good as the known one may use, without a list of all."""
+        _, most = self._limits()
+        scale = _scale(most)
+        generation = Generation(
+            self.blocks,
+            self.num_blocks,
+            most=most,
+            scale=scale,
+            empty_blocks=self.empty_blocks,
+            flag=self.flag,
+            on_bound=lambda bound: self._record(bound, None),
+        )
+        if self.best is not None:
+            generation.add(*self.columns_of(self.best))
+        generation.run()
+        self.check()
+        for again in (False, True):
+            if again:
+                self._anneal(_LONG_START)
+            _, most = self._limits()
+            if generation.bound > most and self.levels is not None:
+                raise SolverClaimError(f"columns: bound {generation.bound} above the known total {most}")
+            found = list_within(
+                self.blocks,
+                self.num_blocks,
+                generation.multipliers,
+                scale=scale,
+                limit=generation.constant + max(0, most * scale - generation.scaled_bound),
+                most_columns=self.options.max_columns,
+                flag=self.flag,
+            )
+            self.check()
+            if found is not None:
+                return _List(*found)
+        raise _GaveUp
+
+    def _record(self, bound: int, columns: _List | None) -> None:
         if self.levels is None:
             return
         num_shards, num_blocks = self.problem.num_shards, self.num_blocks
         largest = -(-bound // num_blocks)
-        for i in range(self.problem.num_samples):
+        for i in range(self.problem.num_samples if columns is not None else 0):
+            assert columns is not None
             holds = (columns.masks >> i) & 1 == 1
             if holds.any():
                 largest = max(largest, int(columns.works[holds].min()))
@@ -342,7 +379,8 @@ class _Search:
                 self.bounds[k] = value
                 self.handle.bound(LEVELS[k], value)
 
-    def _enumerate(self) -> _List:
+    def _enumerate(self) -> _List | None:
+        """Every column, or None if they are too many."""
         blocks = self.blocks
         room = blocks.num_cells * blocks.capacity
         n = len(blocks.lengths)
@@ -350,6 +388,7 @@ class _Search:
         least = total - (self.num_blocks - 1) * room
         fewest = max(1, blocks.least_samples * blocks.num_cells)
         most = n - blocks.least_samples * blocks.num_cells * (self.num_blocks - 1)
+        self.empty_blocks = least <= 0 and blocks.least_samples == 0
         size = self.options.max_columns
         masks, works = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
         count = _enumerate(
@@ -367,8 +406,7 @@ class _Search:
         )
         self.check()
         if count < 0:
-            raise _GaveUp
-        self.empty_blocks = least <= 0 and blocks.least_samples == 0
+            return None
         exact = np.full(count, blocks.num_cells == 1, dtype=np.uint8)
         return _List(masks[:count].copy(), works[:count].copy(), exact)
 
@@ -572,7 +610,7 @@ class _Search:
         np.bitwise_or.at(masks, (packing.row_of_sample, shards), np.int64(1) << position)
         used = masks[masks != 0]
         works = [
-            _exact_work(mask, blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells, blocks.capacity,
+            exact_work(mask, blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells, blocks.capacity,
                         blocks.least_samples, 2**62)
             for mask in used
         ]  # fmt: skip
@@ -586,7 +624,7 @@ class _Search:
             for r, mask in enumerate(masks):
                 members = np.array([i for i in range(problem.num_samples) if mask >> i & 1], dtype=np.int64)
                 cells = np.zeros(len(members), dtype=np.int64)
-                _split(members, blocks.lengths, blocks.attention, blocks.num_cells, blocks.capacity,
+                split_block(members, blocks.lengths, blocks.attention, blocks.num_cells, blocks.capacity,
                        blocks.least_samples, 2**62, cells)  # fmt: skip
                 rows[self.order[members]] = r
                 slots[self.order[members]] = np.asarray(problem.shards[g])[cells]
@@ -656,9 +694,7 @@ class _Pricing:
         self.search = search
         self.columns = columns
         self.most = most
-        self.scale = 1
-        while most * self.scale * 4 < _SCALED_LIMIT and self.scale < 2**20:
-            self.scale *= 2
+        self.scale = _scale(most)
         self.scaled_bound = -(2**62)
         self._num = search.problem.num_samples
         self._triples = np.zeros(0, dtype=np.int64)
@@ -842,6 +878,14 @@ class _Pricing:
         return bound, columns, reduced
 
 
+def _scale(most: int) -> int:
+    """Multipliers are integers in work units divided by this."""
+    scale = 1
+    while most * scale * 4 < _SCALED_LIMIT and scale < 2**20:
+        scale *= 2
+    return scale
+
+
 def _first_packing(problem: Problem) -> Packing | None:
     try:
         cells = pack_bins(problem.aligned_lengths, problem.capacity, num_bins=problem.num_cells)
@@ -942,149 +986,6 @@ def _enumerate(
 
 
 @njit(cache=True, nogil=True)
-def _split(
-    members: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    attention: npt.NDArray[np.int64],
-    num_cells: int,
-    capacity: int,
-    least_samples: int,
-    node_limit: int,
-    cells: npt.NDArray[np.int64],
-) -> Any:
-    """Least Σ_s max_cell of the attention work of a block, by branch and bound.
-
-    Members come in descending order of length; ``cells`` receives the best cell of each. Returns 2**62 if the samples
-    do not fit, and −1 if more than ``node_limit`` nodes were needed.
-    """
-    m = len(members)
-    num_classes = attention.shape[1]
-    floors = np.zeros(num_classes, dtype=np.int64)
-    for s in range(num_classes):
-        total = np.int64(0)
-        for k in range(m):
-            total += attention[members[k], s]
-        floors[s] = -(-total // num_cells)
-    load = np.zeros((num_cells, num_classes), dtype=np.int64)
-    room = np.full(num_cells, capacity, dtype=np.int64)
-    held = np.zeros(num_cells, dtype=np.int64)
-    peak = np.zeros((m + 1, num_classes), dtype=np.int64)
-    peak[0] = floors
-    sequence = np.empty((m + 1, num_cells), dtype=np.int64)  # cells to try, by the value they lead to
-    leads_to = np.empty((m + 1, num_cells), dtype=np.int64)
-    length = np.zeros(m + 1, dtype=np.int64)
-    tried = np.full(m + 1, -1, dtype=np.int64)
-    lowest = floors.sum()
-    for s in range(num_classes):
-        largest = np.int64(0)
-        for k in range(m):
-            largest = max(largest, attention[members[k], s])
-        lowest += max(np.int64(0), largest - floors[s])
-    best = np.int64(4611686018427387904)
-    nodes = 0
-    k = 0
-    while k >= 0:
-        if k == m:
-            filled = True
-            for c in range(num_cells):
-                if held[c] < least_samples:
-                    filled = False
-            value = peak[m].sum()
-            if filled and value < best:
-                best = value
-                for j in range(m):
-                    cells[j] = sequence[j, tried[j]]
-                if best <= lowest:
-                    return best
-            k -= 1
-            continue
-        i = members[k]
-        if tried[k] < 0:
-            count = 0
-            empty_seen = False
-            for c in range(num_cells):
-                if held[c] == 0:
-                    if empty_seen:
-                        continue  # empty cells are the same
-                    empty_seen = True
-                if room[c] < lengths[i]:
-                    continue
-                value = np.int64(0)
-                for s in range(num_classes):
-                    value += max(peak[k, s], load[c, s] + attention[i, s])
-                at = count
-                while at > 0 and (
-                    leads_to[k, at - 1] > value
-                    or (leads_to[k, at - 1] == value and room[sequence[k, at - 1]] < room[c])
-                ):
-                    leads_to[k, at] = leads_to[k, at - 1]
-                    sequence[k, at] = sequence[k, at - 1]
-                    at -= 1
-                leads_to[k, at] = value
-                sequence[k, at] = c
-                count += 1
-            length[k] = count
-        else:  # take it out of its cell again
-            c = sequence[k, tried[k]]
-            room[c] += lengths[i]
-            held[c] -= 1
-            for s in range(num_classes):
-                load[c, s] -= attention[i, s]
-        tried[k] += 1
-        if tried[k] >= length[k] or leads_to[k, tried[k]] >= best:
-            tried[k] = -1
-            k -= 1
-            continue
-        nodes += 1
-        if nodes > node_limit:
-            return np.int64(-1)
-        c = sequence[k, tried[k]]
-        room[c] -= lengths[i]
-        held[c] += 1
-        for s in range(num_classes):
-            load[c, s] += attention[i, s]
-            peak[k + 1, s] = max(peak[k, s], load[c, s])
-        k += 1
-        tried[k] = -1
-    return best
-
-
-@njit(cache=True, nogil=True)
-def _exact_work(
-    mask: int,
-    lengths: npt.NDArray[np.int64],
-    attention: npt.NDArray[np.int64],
-    loads: npt.NDArray[np.int64],
-    num_cells: int,
-    capacity: int,
-    least_samples: int,
-    node_limit: int,
-) -> Any:
-    """Work of a block with its best split; 2**62 if the samples do not fit its cells, −1 beyond the node limit."""
-    n = len(lengths)
-    members = np.empty(n, dtype=np.int64)
-    m = 0
-    for i in range(n):
-        if (mask >> i) & 1:
-            members[m] = i
-            m += 1
-    members = members[:m]
-    cells = np.zeros(m, dtype=np.int64)
-    work = np.int64(_split(members, lengths, attention, num_cells, capacity, least_samples, node_limit, cells))
-    if work < 0 or work >= np.int64(4611686018427387904):
-        return work
-    for layer in range(loads.shape[1]):
-        largest = np.int64(0)
-        for p in range(loads.shape[2]):
-            value = np.int64(0)
-            for k in range(m):
-                value += loads[members[k], layer, p]
-            largest = max(largest, value)
-        work += largest
-    return work
-
-
-@njit(cache=True, nogil=True)
 def _reduced_cost(
     mask: int,
     work: int,
@@ -1127,7 +1028,7 @@ def _settle_pairs(
         b = partner[a]
         for c in (a, b):
             if exact[c] != 1 and works[a] <= most - works[b]:
-                works[c] = _exact_work(
+                works[c] = exact_work(
                     masks[c], lengths, attention, loads, num_cells, capacity, least_samples, 4611686018427387904
                 )
                 exact[c] = 1
@@ -1175,7 +1076,7 @@ def _price(
             if exact[c] == 0 and node_limit > 0:
                 if flag[0]:
                     return least
-                work = _exact_work(masks[c], lengths, attention, loads, num_cells, capacity, least_samples, node_limit)
+                work = exact_work(masks[c], lengths, attention, loads, num_cells, capacity, least_samples, node_limit)
                 exact[c] = 1 if work >= 0 else 2  # 2: too hard for now, the lower bound stays
                 if work >= 0:
                     works[c] = work
@@ -1222,7 +1123,7 @@ def _reduced_costs(
         if deepen and cost <= budget and exact[c] != 1:
             if flag[0]:
                 return
-            works[c] = _exact_work(
+            works[c] = exact_work(
                 masks[c], lengths, attention, loads, num_cells, capacity, least_samples, 4611686018427387904
             )
             exact[c] = 1

@@ -16,7 +16,8 @@ from routepack_opt.problem import Problem
 from routepack_opt.result import Limit, Status
 from routepack_opt.rows import pack_bins
 from routepack_opt.score import evaluate
-from routepack_opt.solvers.columns import Columns, _exact_work, _split
+from routepack_opt.solvers.columns import Columns
+from routepack_opt.solvers.pricing import exact_work, split_block
 from routepack_opt.testing import brute_force, subset_optimum, tiny_problem
 
 
@@ -112,6 +113,36 @@ def test_giving_up_keeps_plan_and_says_so() -> None:
     assert all(level.status is Status.FEASIBLE for level in result.levels)
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "shape", [(12, 3, 1, 2), (12, 2, 2, 1), (12, 4, 1, 1), (11, 2, 1, 2)], ids=lambda shape: "x".join(map(str, shape))
+)
+@pytest.mark.parametrize("extra", [{}, {"min_samples_per_cell": 1}, {"length_alignment": 64}], ids=str)
+def test_pricing_instead_of_a_list_bounds_and_proves(
+    seed: int, shape: tuple[int, int, int, int], extra: dict[str, int]
+) -> None:
+    base = routed_problem(seed, *shape)
+    problem = base.replace(**extra, capacity=base.capacity + 64, cost=base.cost)
+    best = evaluate(problem, subset_optimum(problem, placement_of(problem))).levels
+    bounded = planning.pack(problem, Columns(max_columns=1), iteration_limit=3000, num_threads=1)
+    for level, value in zip(bounded.levels[:2], best[:2], strict=True):
+        assert level.bound is not None
+        assert level.bound <= value
+        assert level.bound > 0.8 * value
+    # Too few for all columns, enough for those that a better packing may use.
+    solved = planning.pack(problem, Columns(max_columns=200, start_share=0.9), iteration_limit=50_000, num_threads=1)
+    assert solved.status is Status.OPTIMAL
+    assert solved.score is not None
+    assert solved.score.levels == best
+
+
+def test_pricing_proves_infeasibility() -> None:
+    cost = CostModel((OperatorClass("a", 1, 1),))
+    problem = Problem.from_arrays([4, 7, 7, 5, 5, 6, 5, 6], capacity=15, ep_size=1, dp_size=1, num_rows=3, cost=cost)
+    listed = planning.pack(problem, Columns(max_columns=60), iteration_limit=1000)
+    assert listed.status is Status.INFEASIBLE
+
+
 def test_no_time_and_interrupts() -> None:
     problem = routed_problem(5, 24, 2, 2, 4)
     none = planning.pack(problem, "columns", time_limit=0)
@@ -144,14 +175,14 @@ def test_best_split_of_a_block(seed: int) -> None:
             continue
         cost = sum(int(np.bincount(choice, weights=attention[:, s], minlength=2).max()) for s in range(2))
         best = cost if best is None else min(best, cost)
-    value = _split(members, lengths, attention, 2, capacity, 0, 2**62, cells)
+    value = split_block(members, lengths, attention, 2, capacity, 0, 2**62, cells)
     if best is None:
         assert value == 2**62
         return
     assert value == best
     assert sum(int(np.bincount(cells, weights=attention[:, s], minlength=2).max()) for s in range(2)) == best
     assert np.bincount(cells, weights=lengths).max() <= capacity
-    whole = _exact_work(63, lengths, attention, loads, 2, capacity, 0, 2**62)
+    whole = exact_work(63, lengths, attention, loads, 2, capacity, 0, 2**62)
     assert whole == best + int(loads.sum(axis=0).max(axis=1).sum())
 
 
