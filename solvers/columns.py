@@ -328,6 +328,7 @@ class _Search:
 
     def _priced(self) -> _List:
         """Columns that a packing as good as the known one may use, without a list of all."""
+        self._anneal(_LONG_START)  # a better packing leaves fewer columns to list
         _, most = self._limits()
         scale = _scale(most)
         generation = Generation(

@@ -130,7 +130,7 @@ def test_pricing_instead_of_a_list_bounds_and_proves(
         assert level.bound <= value
         assert level.bound > 0.8 * value
     # Too few for all columns, enough for those that a better packing may use.
-    solved = planning.pack(problem, Columns(max_columns=200, start_share=0.9), iteration_limit=50_000, num_threads=1)
+    solved = planning.pack(problem, Columns(max_columns=400, start_share=0.9), iteration_limit=50_000, num_threads=1)
     assert solved.status is Status.OPTIMAL
     assert solved.score is not None
     assert solved.score.levels == best
