@@ -218,6 +218,7 @@ def _draw(
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     columns = min(3, len(chosen))
     num_rows = -(-len(chosen) // columns)
@@ -234,13 +235,21 @@ def _draw(
             stack = np.array(found)
             known = ~np.isnan(stack).any(axis=0)
             if known.any():
-                axis.plot(times[known], np.median(stack[:, known], axis=0), label=planner, color=f"C{k}")
+                style = ("-", "--", "-.", ":")[k % 4]
+                median = np.median(stack[:, known], axis=0)
+                axis.plot(times[known], median, style, label=planner, color=f"C{k}")
+                axis.plot(times[known][-1], median[-1], "os^D"[k % 4], color=f"C{k}", markersize=4)
                 axis.fill_between(
                     times[known], stack[:, known].min(axis=0), stack[:, known].max(axis=0), color=f"C{k}", alpha=0.15
                 )
         axis.set(xscale="log", yscale="log", xlabel="seconds", ylabel="certified gap, %", title=name)
-        axis.grid(alpha=0.3, which="both", linewidth=0.4)
-    axes.flat[0].legend(fontsize=7)
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            scale.set_minor_formatter(NullFormatter())
+        axis.grid(alpha=0.3, linewidth=0.4)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
 
 
