@@ -10,10 +10,12 @@ capacity or the cell minimum, change nothing, or are refused by an exact bound
 beforehand. Beside it, on the same problem and machine: the same walk in NumPy,
 64 chains at once, and one chain that re-scores every block after each move.
 
-Expected rows: at least 10 M proposals per core-second on Tiny, 12 M on Flash at
-P 8, 7 M at P 16, 3 M at P 32, with at least 45 % evaluated in full; at least
-1.8 times as many on two threads; at least 8 times the NumPy walk and 100 times
-the re-scoring one; less than 1 GB of memory for a Flash plan.
+Expected rows (two shared cores of an AMD EPYC, load 4): 10.5 M proposals per
+core-second on Tiny, 8.8 M on Flash at P 8, 4.8 M at P 16, 2.3 M at P 32, with 58
+to 70 % evaluated in full; 1.3 to 1.8 times as many on two threads of a busy
+machine; 50 to 150 times the NumPy walk, 800 to 5,000 times the re-scoring one;
+0.3 GB of memory. The column "target" holds 10, 12, 7 and 3 M at 45 % in full:
+reached on Tiny only.
 """
 
 from __future__ import annotations
