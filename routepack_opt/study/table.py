@@ -92,7 +92,8 @@ def load(folder: files.PathLike) -> StudyTable:
     if not (root / "study.json").is_file():
         raise InvalidInputError(f"{root} holds no study results (study.json is missing)", context="study results")
     manifest = _check_manifest(root, None)
-    rows = [files.read_json(path, what="row") for path in sorted((root / "rows").glob("*.json"))]
+    # Names with a leading dot are rows that a killed writer never finished; they are not rows.
+    rows = [files.read_json(path, what="row") for path in sorted((root / "rows").glob("[!.]*.json"))]
 
     def order(row: Mapping[str, Any]) -> tuple[Any, ...]:
         return (row["problem"], row["planner"], row["time_limit"] or 0, row["iteration_limit"] or 0, row["seed"])
