@@ -10,12 +10,12 @@ capacity or the cell minimum, change nothing, or are refused by an exact bound
 beforehand. Beside it, on the same problem and machine: the same walk in NumPy,
 64 chains at once, and one chain that re-scores every block after each move.
 
-Expected rows (two shared cores of an AMD EPYC, load 4): 10.5 M proposals per
-core-second on Tiny, 8.8 M on Flash at P 8, 4.8 M at P 16, 2.3 M at P 32, with 58
-to 70 % evaluated in full; 1.3 to 1.8 times as many on two threads of a busy
-machine; 50 to 150 times the NumPy walk, 800 to 5,000 times the re-scoring one;
-0.3 GB of memory. The column "target" holds 10, 12, 7 and 3 M at 45 % in full:
-reached on Tiny only.
+Expected rows (two runs on two shared cores of an AMD EPYC, best schedule): 10.4
+to 10.5 M proposals per core-second on Tiny, 7.3 to 8.8 M on Flash at P 8, 4.8 to
+6.2 M at P 16, 2.3 to 4.0 M at P 32, with 58 to 70 % evaluated in full; 1.2 to 1.8
+times as many on two threads; 50 to 150 times the NumPy walk, 800 to 5,000 times
+the re-scoring one; 0.3 GB of memory. The column "target" holds 10, 12, 7 and 3 M
+at 45 % in full: not reached at P 8 and P 16 there.
 """
 
 from __future__ import annotations
