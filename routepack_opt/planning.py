@@ -135,7 +135,6 @@ def solve(
         previous=previous,
         stop=stop,
         on_progress=on_progress,
-        progress=progress,
     )
     name = registry.canonical(built)
     joint = not isinstance(built, tuple)
@@ -150,9 +149,7 @@ def solve(
         run.adopt(child)
         return found
 
-    with _bar(progress, settings, name) as update:
-        if update is not None:
-            run._record.on_progress = _chain(on_progress, update)
+    with _bar(run, progress, settings, name):
         plan = _guard(decide, run)
     return _conclude(problem, plan, run, name=name, scope=scope, settings=settings)
 
@@ -214,13 +211,10 @@ def place(
         previous=previous,
         stop=stop,
         on_progress=on_progress,
-        progress=progress,
     )
     run.packing = packing
     name = registry.canonical(built)
-    with _bar(progress, settings, name) as update:
-        if update is not None:
-            run._record.on_progress = _chain(on_progress, update)
+    with _bar(run, progress, settings, name):
         child = run.sub(built)
         with run.stage("placement"):
             placement = _guard(lambda: built.place(problem, packing, child), run)
@@ -338,13 +332,10 @@ def pack(
         previous=None,
         stop=stop,
         on_progress=on_progress,
-        progress=progress,
     )
     run.placement = fixed
     name = registry.canonical(built)
-    with _bar(progress, settings, name) as update:
-        if update is not None:
-            run._record.on_progress = _chain(on_progress, update)
+    with _bar(run, progress, settings, name):
         child = run.sub(built)
         with run.stage("packing"):
             packing = _guard(lambda: built.pack(problem, fixed, child), run)
@@ -472,7 +463,6 @@ def _start(
     previous: Placement | None,
     stop: Any,
     on_progress: ProgressCallback | None,
-    progress: bool | None,
 ) -> tuple[Run, dict[str, float | int | None]]:
     if time_limit is not None and (
         isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not 0 <= time_limit < float("inf")
@@ -657,13 +647,12 @@ def someone_watches() -> bool:
 
 
 @contextmanager
-def _bar(
-    progress: bool | None, settings: Mapping[str, float | int | None], name: str
-) -> Iterator[ProgressCallback | None]:
+def _bar(run: Run, progress: bool | None, settings: Mapping[str, float | int | None], name: str) -> Iterator[None]:
+    """Show a progress bar while the block runs, where one is wanted, beside the caller's own callback."""
     limit = settings["time_limit"]
     wanted = progress if progress is not None else (limit or 0) > 2 and someone_watches()
     if not wanted:
-        yield None
+        yield
         return
     from tqdm.auto import tqdm
 
@@ -675,7 +664,8 @@ def _bar(
                 bar.set_postfix_str(f"best {state.best[0]:.6g}", refresh=False)
             bar.refresh()
 
-        yield update
+        run._record.on_progress = _chain(run._record.on_progress, update)
+        yield
 
 
 @dataclass(frozen=True, repr=False)

@@ -39,7 +39,7 @@ from routepack_opt.problem import WORK_LIMIT, Problem
 from routepack_opt.solver import Run, Solver
 from routepack_opt.solvers.seeds import Ffd, RandomizedBestFit, WindowShuffle
 
-__all__ = ["Leveling", "Schedule", "deal", "ideal_tables", "level", "polish", "warm_up"]
+__all__ = ["Leveling", "Schedule", "deal", "ideal_tables", "level", "polish"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -650,17 +650,3 @@ def search(
             found = list(pool.map(chain, range(chains)))
     candidates = [loads for loads in (warm, *found) if loads is not None]
     return min(candidates, key=lambda loads: loads.best_levels) if candidates else None
-
-
-def warm_up() -> None:
-    """Compile the kernels, or load them from numba's cache, before time matters."""
-    problem = Problem.from_arrays([3, 3, 2, 2], capacity=8, ep_size=1, dp_size=2, cost=_warm_cost(), num_rows=1)
-    level(problem, np.random.default_rng(0), num_proposals=8)
-
-
-def _warm_cost() -> Any:
-    from fractions import Fraction
-
-    from routepack_opt.cost import CostModel, OperatorClass
-
-    return CostModel((OperatorClass("tokens", Fraction(1), Fraction(0)),))

@@ -49,12 +49,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from routepack_opt.arrays import IntArray
-from routepack_opt.errors import Faults, InvalidInputError
+from routepack_opt.errors import Faults
 from routepack_opt.plan import Packing, Placement
 from routepack_opt.problem import Problem
 from routepack_opt.solver import Run, Solver
 
-__all__ = ["Fit", "Replacing", "fit_ranks", "sum_blocks", "warm_up"]
+__all__ = ["Fit", "Replacing", "fit_ranks", "sum_blocks"]
 
 _alloca: Any = cgutils.alloca_once
 _tuple_type: Any = types.Tuple
@@ -1080,12 +1080,3 @@ def improve_ranks(
     return second._replace(
         trials=first.trials + second.trials, thread_seconds=first.thread_seconds + second.thread_seconds
     )
-
-
-def warm_up() -> None:
-    """Compile the kernels, or load them from numba's cache, before time matters."""
-    counts = np.ones((4, 1, 4), dtype=np.uint16)
-    load = sum_blocks(counts, [0, 0, 1, 1], num_blocks=2)
-    fit_ranks(load, [[0, 0, 1, 1]], ep_size=2, sweeps=2.0, home=[[0, 0, 1, 1]], move_price=1)
-    if load.sum() != 16:
-        raise InvalidInputError("warm-up summed blocks wrongly")

@@ -309,3 +309,11 @@ def test_bounds_outlive_a_run_without_a_plan() -> None:
     kept = solve("bound and report")
     assert kept.status is Status.FEASIBLE
     assert [level.bound for level in kept.levels] == [1, None, None]
+
+
+def test_a_bar_runs_beside_the_callers_own_callback(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+    result = solve("waits", time_limit=0.35, on_progress=seen.append, progress=True)
+    assert result.score is not None
+    assert seen
+    assert "scripted" in capsys.readouterr().err

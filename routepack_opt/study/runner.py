@@ -280,7 +280,6 @@ def _backend(name: str, num_jobs: int) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------- one run
 
 _problems: OrderedDict[str, tuple[Problem, Problem]] = OrderedDict()
-_warm: set[str] = set()
 
 
 def _problem_of(job: Job) -> tuple[Problem, Problem]:
@@ -292,23 +291,6 @@ def _problem_of(job: Job) -> tuple[Problem, Problem]:
             _problems.popitem(last=False)
     _problems.move_to_end(name)
     return _problems[name]
-
-
-def _warm_up(job: Job) -> None:
-    """Compile what a time-limited planner runs, before its clock starts."""
-    if job.time_limit is None or job.planner in _warm:
-        return
-    _warm.add(job.planner)
-    from routepack_opt.testing import tiny_problem
-
-    with contextlib.suppress(RoutePackError):
-        planning.solve(
-            tiny_problem(0, num_samples=6, num_layers=2, ep_size=2, experts_per_rank=2),
-            job.planner,
-            time_limit=0.05,
-            num_threads=job.num_threads,
-            progress=False,
-        )
 
 
 def execute(job: Job, *, keep_plan: bool = False) -> dict[str, Any]:
@@ -323,7 +305,8 @@ def execute(job: Job, *, keep_plan: bool = False) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         problem, known = _problem_of(job)
-        _warm_up(job)
+        if job.time_limit is not None:
+            planning.warm_up([job.planner])
         result = planning.solve(
             known,
             job.planner,
