@@ -76,7 +76,8 @@ def solve(
         component with ``plan``, or a pair of components.
     time_limit : float, optional
         Wall seconds; default 2 s unless ``iteration_limit`` is given. A placer
-        in ``placer+packer`` gets at most a quarter of it.
+        in ``placer+packer`` gets at most a quarter of it. A planner of one pass,
+        such as ``lpt+ffd``, finishes whatever the limit.
     iteration_limit : int, optional
         Budget in the solver's iterations. Alone (no time limit) it makes the run
         reproducible byte for byte for any number of threads.
@@ -593,7 +594,7 @@ def _conclude(
 
 def _levels(names: Sequence[str], values: Sequence[int | None], run: Run) -> tuple[LevelResult, ...]:
     claims: dict[str, Claim] = {claim.level: claim for claim in run.claims}
-    stopped = run.limit_reached()
+    stopped = run.limit_felt()
     results = []
     proved_before = True
     for name, value in zip(names, values, strict=True):

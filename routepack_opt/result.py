@@ -23,7 +23,12 @@ class Status(enum.Enum):
 
 
 class Limit(enum.Enum):
-    """Why a run ended without a proof; EXHAUSTED is a heuristic that simply finished."""
+    """Why a run ended without a proof.
+
+    TIME, ITERATIONS and INTERRUPTED say that something was cut off, or made
+    shorter to keep to the limit; EXHAUSTED is a heuristic that simply finished,
+    on time or not.
+    """
 
     TIME = "time"
     ITERATIONS = "iterations"

@@ -179,6 +179,8 @@ class _Record:
         self.bounds: list[BoundPoint] = []
         self.stages: dict[str, float] = {}
         self.interrupted = False
+        self.told_time_is_up = False
+        self.time_left_asked = False
         self.infeasible = ""
         self.explanation = ""
         self.limit: Limit | None = None
@@ -248,6 +250,10 @@ class Run:
 
     def time_left(self) -> float:
         """Seconds left of this run's share; inf without a time limit, never below 0."""
+        self._record.time_left_asked = True
+        return self._time_left()
+
+    def _time_left(self) -> float:
         return max(0.0, self._deadline - time.perf_counter())
 
     def stopped(self) -> bool:
@@ -258,13 +264,30 @@ class Run:
         if record.stop is not None and record.stop():
             record.interrupted = True
             return True
-        return time.perf_counter() >= self._deadline
+        if time.perf_counter() < self._deadline:
+            return False
+        record.told_time_is_up = True
+        return True
 
     def limit_reached(self) -> Limit | None:
         """INTERRUPTED or TIME if that is why :meth:`stopped` is true, else what :meth:`note_limit` said."""
         if self._record.interrupted:
             return Limit.INTERRUPTED
         return Limit.TIME if time.perf_counter() >= self._deadline else self._record.limit
+
+    def limit_felt(self) -> Limit | None:
+        """The limit that cut something off in this run or a part of it; None if everything simply finished.
+
+        TIME only where a component was told that its time is up, or where the
+        time is up and a component had asked how much of it is left, to keep to
+        it by a clock of its own. One that asks neither cannot have been cut off,
+        however late it is. Otherwise as :meth:`limit_reached`.
+        """
+        record = self._record
+        if record.interrupted:
+            return Limit.INTERRUPTED
+        late = record.time_left_asked and time.perf_counter() >= self._deadline
+        return Limit.TIME if record.told_time_is_up or late else record.limit
 
     def interrupt(self) -> None:
         """Note a Ctrl-C that the component caught itself, to return the best it has."""
@@ -436,7 +459,7 @@ class Run:
         child._entropy = (*self._entropy, self._children)
         self._children += 1
         child._children = 0
-        left = self.time_left()
+        left = self._time_left()
         child._deadline = min(self._deadline, time.perf_counter() + share * left) if left < math.inf else math.inf
         child._solver = component_spec(solver)
         child.seed = int(np.random.SeedSequence(child._entropy).generate_state(1, np.uint32)[0])

@@ -265,7 +265,7 @@ class _Engine:
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return Outcome(None, True, None)
         if self._relaxation:
-            ended = run.limit_reached() or (Limit.EXHAUSTED if optimal else Limit.TIME)
+            ended = Limit.EXHAUSTED if optimal else run.limit_reached() or Limit.TIME
             return Outcome(safe_bound(info.objective_function_value * scale) if optimal else None, False, ended)
         nodes = max(float(info.mip_node_count), 0.0)
         found = solver.getSolution()
@@ -339,7 +339,7 @@ class _Engine:
                 bound = safe_bound(float(stated[1]) * scale, extra=1e-3 * scale)
         limit = None
         if self._relaxation:
-            limit = run.limit_reached() or (Limit.EXHAUSTED if optimal else Limit.TIME)
+            limit = Limit.EXHAUSTED if optimal else run.limit_reached() or Limit.TIME
         elif not optimal:
             limit = run.limit_reached() or (Limit.ITERATIONS if "Stopped on node limit" in text else Limit.TIME)
         nodes = re.search(r"^Enumerated nodes:\s+(\d+)", text, re.MULTILINE)

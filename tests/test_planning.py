@@ -182,6 +182,36 @@ def test_zero_time_is_a_result() -> None:
     assert result.limit is Limit.TIME
 
 
+@pytest.mark.parametrize("planner", ["lpt+ffd", "contiguous+ffd", "lpt+edp_aware_pair"])
+def test_one_pass_has_finished_however_little_time_it_had(planner: str) -> None:
+    hurried = planning.solve(problem(), planner, time_limit=0)
+    calm = planning.solve(problem(), planner, time_limit=60)
+    assert (hurried.status, hurried.limit) == (calm.status, calm.limit) == (Status.FEASIBLE, Limit.EXHAUSTED)
+    assert hurried.plan == calm.plan
+    assert all(level.limit is Limit.EXHAUSTED for level in hurried.levels)
+    placed = planning.place(problem(), "lpt", time_limit=0)
+    assert placed.limit in (None, Limit.EXHAUSTED)
+    nothing = solve("explains", time_limit=0)
+    assert (nothing.status, nothing.limit) == (Status.NO_SOLUTION, Limit.EXHAUSTED)
+
+
+@pytest.mark.parametrize("planner", ["lpt+annealing", "lpt+length_annealing", "alternating", "contiguous+columns"])
+def test_what_was_cut_off_says_so(planner: str) -> None:
+    assert planning.solve(problem(), planner, time_limit=0).limit is Limit.TIME
+
+
+def test_a_placer_cut_off_at_its_share_counts() -> None:
+    @dataclass(frozen=True)
+    class Waiting(Scripted):
+        def place(self, found: Problem, packing: Packing | None, run: Run) -> Placement | None:
+            while not run.stopped():
+                pass
+            return super().place(found, packing, run)
+
+    result = planning.solve(problem(), (Waiting(), Scripted()), time_limit=0.05)
+    assert (result.status, result.limit) == (Status.FEASIBLE, Limit.TIME)
+
+
 def test_progress_is_reported() -> None:
     seen: list[Any] = []
     solve("waits", time_limit=0.35, on_progress=seen.append)

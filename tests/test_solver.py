@@ -59,6 +59,25 @@ def test_stop_interrupt_and_time() -> None:
     assert Run(problem(), time_limit=0).limit_reached() is Limit.TIME
 
 
+def test_a_limit_is_felt_only_by_who_asks() -> None:
+    late = Run(problem(), time_limit=0)
+    child = late.sub(Scripted())
+    assert late.limit_felt() is None
+    child.note_limit(Limit.ITERATIONS)
+    assert late.limit_felt() is Limit.ITERATIONS
+    assert child.stopped()
+    assert late.limit_felt() is Limit.TIME
+    own_clock = Run(problem(), time_limit=0)
+    assert own_clock.time_left() == 0
+    assert own_clock.limit_felt() is Limit.TIME
+    early = Run(problem(), time_limit=60)
+    assert early.time_left() > 0
+    assert not early.stopped()
+    assert early.limit_felt() is None
+    early.interrupt()
+    assert early.limit_felt() is Limit.INTERRUPTED
+
+
 def test_reports_need_their_other_half() -> None:
     run = Run(problem())
     with pytest.raises(SolverClaimError, match="without a placement"):
