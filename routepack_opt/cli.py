@@ -15,14 +15,47 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from routepack_opt import __version__, files
 from routepack_opt.errors import Faults, InvalidInputError, InvalidPlanError, RoutePackError
 
 __all__ = ["app", "main"]
 
+#: What the parser raises for unknown options, commands and values; typer does not export the class itself.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+class _Commands(TyperGroup):
+    """The commands; under ``--json`` a wrong command line is a JSON object on stdout too, not usage text on stderr."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run; options and errors as in the parent."""
+        given = list(sys.argv[1:] if args is None else args)
+        options = given[: given.index("--")] if "--" in given else given
+        if not standalone_mode or "--json" not in options:
+            return super().main(args, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except _UsageError as error:
+            _emit_error(error.format_message(), [error.format_message()])
+            code = error.exit_code
+        except typer.Abort:
+            code = 1
+        sys.exit(code if isinstance(code, int) else 0)
+
+
 app = typer.Typer(
     name="routepack-opt",
+    cls=_Commands,
     help="Expert placement and attention-aware data packing for Mixture-of-Experts RL training.",
     no_args_is_help=True,
     add_completion=False,
@@ -72,7 +105,7 @@ def _reported(command: Command) -> Command:
         except (RoutePackError, OSError) as error:
             faults = list(error.faults) if isinstance(error, InvalidInputError) else [str(error)]
             if options.get("as_json"):
-                print(files.canonical_json({"error": str(error), "faults": faults}))
+                _emit_error(str(error), faults)
             else:
                 err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
             raise typer.Exit(2) from None
@@ -92,6 +125,10 @@ def _load(problem: str, prove_rows: float = 0.0) -> Any:
 
 def _emit(value: dict[str, Any]) -> None:
     print(json.dumps(value, sort_keys=True, allow_nan=False))
+
+
+def _emit_error(error: str, faults: Sequence[str]) -> None:
+    print(files.canonical_json({"error": error, "faults": list(faults)}))
 
 
 def _print_frame(frame: Any, title: str) -> None:

@@ -169,6 +169,48 @@ def test_errors_are_clear_and_exit_with_2(problem: Path, tmp_path: Path, argumen
     assert json.loads(as_json.stdout)["faults"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["solve", "trace", "--bogus"], "--bogus"),
+        (["solve", "trace", "-z"], "-z"),
+        (["nosuch"], "nosuch"),
+        (["solve"], "problem"),
+        (["solve", "trace", "--seed", "x"], "--seed"),
+        (["solve", "trace", "too", "many"], "too many"),
+        (["export", "plan.json", "--problem", "trace"], "--to"),
+        (["study", "nosuch"], "nosuch"),
+        ([], "--json"),
+    ],
+)
+def test_a_wrong_command_line_is_json_where_json_is_asked_for(arguments: list[str], message: str) -> None:
+    ran = run("--json", *arguments) if not arguments else run(*arguments, "--json")
+    assert ran.exit_code == 2
+    error = json.loads(ran.stdout)
+    assert set(error) == {"error", "faults"}
+    assert message in error["error"]
+    assert error["faults"] == [error["error"]]
+    assert not ran.stderr
+    if arguments:
+        people = run(*arguments)
+        assert people.exit_code == 2
+        assert not people.stdout
+        assert "Usage:" in people.stderr
+
+
+def test_json_after_two_dashes_is_an_argument() -> None:
+    ran = run("nosuch", "--", "--json")
+    assert ran.exit_code == 2
+    assert not ran.stdout
+    assert "nosuch" in ran.stderr
+
+
+def test_a_trailing_option_without_its_value() -> None:
+    ran = run("solve", "trace", "--json", "--seed")
+    assert ran.exit_code == 2
+    assert "--seed" in json.loads(ran.stdout)["error"]
+
+
 def test_version_and_help() -> None:
     from routepack_opt import __version__
 
