@@ -345,6 +345,7 @@ def bound(
                 "num_rows_bound": loaded.rows.bound,
                 "num_rows_method": loaded.rows.method,
                 "num_rows_bound_method": loaded.rows.bound_method,
+                "num_rows_bound_stored": loaded.rows.stored,
                 "unit_denominator": loaded.unit_denominator,
                 "bounds": [
                     {"level": item.level, "scope": item.scope, "value": item.value, "method": item.method}

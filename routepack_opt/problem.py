@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from routepack_opt import files
 from routepack_opt.arrays import IntArray, integer_array, read_only
@@ -271,7 +271,8 @@ class Problem:
             for this capacity and cluster. None: expert work only.
         num_rows : int or RowCount, optional
             R; default: the least number found, stored with its proven lower bound.
-            A RowCount carries a bound that is known for these lengths.
+            A RowCount carries a bound that is known for these lengths; it is
+            believed where the bounds computed here are lower.
         length_alignment, min_samples_per_cell, equal_samples_per_slot
             See the class.
         prove_rows : float
@@ -371,7 +372,7 @@ class Problem:
         top_k: int | None = None,
         routed_tokens: npt.ArrayLike | None = None,
         cost: CostModel | str | None = None,
-        num_rows: int | None = None,
+        num_rows: int | RowCount | None = None,
         length_alignment: int = 1,
         min_samples_per_cell: int = 0,
         equal_samples_per_slot: bool = False,
@@ -732,12 +733,28 @@ class Problem:
         return spec
 
     def save(self, path: files.PathLike) -> None:
-        """Write the exchange format ``routepack-problem/1`` (``.npz``) atomically."""
+        """Write the exchange format ``routepack-problem/1`` (``.npz``) atomically.
+
+        ``row_count`` holds R with its lower bound, by what each was found, and a
+        digest of the lengths and sizes the bound is about; it is no part of the
+        fingerprint, and a file may lack it.
+        """
         arrays: dict[str, npt.NDArray[Any]] = {
             "lengths": self.lengths,
             "counts": self.counts,
             "routed_tokens": self.batch.routed_tokens,
             "spec": np.array(files.canonical_json(self._spec())),
+            "row_count": np.array(
+                files.canonical_json(
+                    {
+                        "num_rows": self.num_rows,
+                        "bound": self.rows.bound,
+                        "method": self.rows.method,
+                        "bound_method": self.rows.bound_method,
+                        "proves": _rows_digest(self.lengths, self.capacity, self.length_alignment, self.dp_size),
+                    }
+                )
+            ),
         }
         if self.batch.sample_ids is not None:
             arrays["sample_ids"] = np.array(self.batch.sample_ids)
@@ -749,25 +766,34 @@ class Problem:
     def load(cls, path: files.PathLike, *, prove_rows: float = 0.0) -> Problem:
         """Read the exchange format; ``num_rows: null`` is resolved now.
 
+        Parameters
+        ----------
+        path : path-like
+        prove_rows : float
+            See :meth:`from_batch`.
+
         Raises
         ------
         InvalidInputError
             If the file is damaged, pickled, of another schema or invalid.
+
+        Notes
+        -----
+        A stored lower bound on R is refused if it belongs to other lengths or
+        sizes, is above R or contradicts the specification, and the simple bounds
+        are computed again. Where the stored bound is above those, it is believed,
+        because its proof may have taken minutes, and ``rows.stored`` says so;
+        ``prove_rows`` makes the proof again, and what it reaches is not stored
+        any more. Nothing but the claim that R is least depends on it.
         """
         arrays = files.read_npz(
             path,
             what="problem",
             required=("lengths", "counts", "spec"),
-            optional=("routed_tokens", "sample_ids", "group_ids"),
+            optional=("routed_tokens", "sample_ids", "group_ids", "row_count"),
         )
         context = f"problem {path}"
-        text = arrays["spec"]
-        if text.ndim or text.dtype.kind != "U":
-            raise InvalidInputError("spec is no JSON string", context=context)
-        try:
-            raw = json.loads(str(text))
-        except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"spec is no JSON: {error}", context=context) from error
+        raw = _json_of(arrays["spec"], "spec", context)
         if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
             raise InvalidInputError(f"schema is {raw.get('schema')!r}; this reads {SCHEMA!r}", context=context)
         try:
@@ -784,6 +810,10 @@ class Problem:
         ids = arrays.get("sample_ids")
         if ids is not None and (ids.ndim != 1 or ids.dtype.kind not in "Uiu"):
             faults.add(f"sample_ids has dtype {ids.dtype} and shape {ids.shape}; it must be strings [N]")
+        num_rows: int | RowCount | None = spec.num_rows
+        if "row_count" in arrays:
+            stored = _json_of(arrays["row_count"], "row_count", context)
+            num_rows = _stored_rows(stored, arrays["lengths"], spec, faults)
         faults.raise_if_any(context)
         counts = arrays["counts"]
         has_routing = counts.ndim != 3 or (counts.shape[1] > 0 and counts.shape[2] > 0)
@@ -794,7 +824,7 @@ class Problem:
                 top_k=spec.top_k if has_routing else None,
                 routed_tokens=arrays.get("routed_tokens"),
                 capacity=spec.capacity,
-                num_rows=spec.num_rows,
+                num_rows=num_rows,
                 ep_size=spec.ep_size,
                 shards=spec.shards,
                 length_alignment=spec.length_alignment,
@@ -817,6 +847,50 @@ class Problem:
             f"Problem(N {self.num_samples}, {routing}, P {self.ep_size}, D {self.dp_size}, G {self.num_shards}, "
             f"C {self.capacity:,}, {rows}, fill {self.fill:.1%})"
         )
+
+
+def _json_of(text: npt.NDArray[Any], name: str, context: str) -> Any:
+    if text.ndim or text.dtype.kind != "U":
+        raise InvalidInputError(f"{name} is no JSON string", context=context)
+    try:
+        return json.loads(str(text))
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{name} is no JSON: {error}", context=context) from error
+
+
+def _rows_digest(lengths: npt.NDArray[Any], capacity: int, length_alignment: int, dp_size: int) -> str:
+    """Digest of everything the least number of rows depends on."""
+    return "sha256:" + files.array_digest(
+        {"lengths": lengths, "capacity": capacity, "length_alignment": length_alignment, "dp_size": dp_size}
+    )
+
+
+def _stored_rows(raw: Any, lengths: npt.NDArray[Any], spec: _Spec, faults: Faults) -> int | RowCount | None:
+    """The row count of a file, unless it contradicts the rest of the file; resolving it holds it against bounds."""
+    try:
+        found = _StoredRows.model_validate(raw)
+    except ValidationError as error:
+        faults.extend(validation_faults(error, "row_count"))
+        return spec.num_rows
+    if found.num_rows != spec.num_rows:
+        faults.add(
+            f"row_count is about {found.num_rows} rows, spec.num_rows is {spec.num_rows}; "
+            "a file that is changed by hand does without row_count"
+        )
+    dp_size = sum(len(shard) for shard in spec.shards)
+    checked = integer_array(lengths, "lengths", Faults(), ndim=1)  # from_arrays names the faults
+    if checked is not None and found.proves != _rows_digest(checked, spec.capacity, spec.length_alignment, dp_size):
+        faults.add(
+            "row_count belongs to other lengths, capacity, length_alignment or DP slots than the file's; "
+            "a file that is changed by hand does without row_count"
+        )
+    if faults:
+        return spec.num_rows
+    try:
+        return RowCount(found.num_rows, found.bound, found.method, found.bound_method, stored=True)
+    except InvalidInputError as error:
+        faults.extend([f"row_count: {fault}" for fault in error.faults])
+        return spec.num_rows
 
 
 def _fraction(text: str) -> Fraction:
@@ -851,6 +925,15 @@ class _Spec(BaseModel):
         if isinstance(obj, dict):
             obj = {key: value for key, value in obj.items() if key != "schema"}
         return super().model_validate(obj, **options)
+
+
+class _StoredRows(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    num_rows: int
+    bound: int
+    method: str = Field(max_length=100)
+    bound_method: str = Field(max_length=100)
+    proves: str
 
 
 def most_rank_load(num_experts: int, ep_size: int, top_k: int, routed_tokens: int) -> int:
@@ -908,16 +991,20 @@ def _resolve_rows(
     prove_rows: float,
     faults: Faults,
 ) -> RowCount | None:
-    if isinstance(num_rows, RowCount):
-        return num_rows
     if num_rows is None:
         return least_rows(aligned, capacity, cluster.dp_size, exact=prove_rows > 0, time_limit=prove_rows)
-    num_rows = int(num_rows)
+    stated = num_rows if isinstance(num_rows, RowCount) else None
+    num_rows = int(num_rows.num_rows if isinstance(num_rows, RowCount) else num_rows)
     if num_rows * cluster.dp_size > CELL_LIMIT:
         faults.add(f"{num_rows} rows x {cluster.dp_size} DP slots are above the limit of {CELL_LIMIT} cells")
         return None
     bins, method = least_bins_bound(aligned, capacity)
     bound = -(-bins // cluster.dp_size)
+    if bound <= num_rows and prove_rows > 0:
+        proof = least_rows(aligned, capacity, cluster.dp_size, exact=True, time_limit=prove_rows)
+        if proof.bound > bound:
+            # Fewer bins than this would fit fewer rows.
+            bound, bins, method = proof.bound, (proof.bound - 1) * cluster.dp_size + 1, proof.bound_method
     if bound > num_rows:
         cells = num_rows * cluster.dp_size
         total = int(aligned.sum())
@@ -929,4 +1016,6 @@ def _resolve_rows(
         )
         faults.add(f"num_rows = {num_rows} is too few: {room}; at least {bound} rows are needed")
         return None
-    return RowCount(num_rows=num_rows, bound=bound, method="given", bound_method=method)
+    if stated is not None and stated.bound > bound:
+        return stated
+    return RowCount(num_rows, bound, "given" if stated is None else stated.method, method)

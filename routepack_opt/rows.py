@@ -57,16 +57,27 @@ class RowCount:
         What found ``num_rows``.
     bound_method : str
         What proved ``bound``.
+    stored : bool
+        ``bound`` is taken on the word of the file it was read from: it is above
+        what the simple bounds show, and nobody has proved it again.
     """
 
     num_rows: int
     bound: int
     method: str
     bound_method: str
+    stored: bool = False
 
     def __post_init__(self) -> None:
-        if self.bound > self.num_rows:
-            raise InvalidInputError(f"row bound {self.bound} above the rows found {self.num_rows}")
+        faults = Faults()
+        for name, value, least in (("num_rows", self.num_rows, 1), ("bound", self.bound, 0)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                faults.add(f"{name} is {value!r}; it must be an integer")
+            elif value < least:
+                faults.add(f"{name} is {value}; it must be at least {least}")
+        if not faults and self.bound > self.num_rows:
+            faults.add(f"row bound {self.bound} above the rows found {self.num_rows}")
+        faults.raise_if_any()
 
     @property
     def proven(self) -> bool:
@@ -74,9 +85,10 @@ class RowCount:
         return self.num_rows == self.bound
 
     def __repr__(self) -> str:
+        proof = self.bound_method + (" (as stored)" if self.stored else "")
         if self.proven:
-            return f"RowCount({self.num_rows}, proven: {self.method} meets {self.bound_method})"
-        return f"RowCount({self.num_rows} by {self.method}, at least {self.bound} by {self.bound_method}, not proven)"
+            return f"RowCount({self.num_rows}, proven: {self.method} meets {proof})"
+        return f"RowCount({self.num_rows} by {self.method}, at least {self.bound} by {proof}, not proven)"
 
 
 def _checked_lengths(lengths: npt.ArrayLike, capacity: int, *, faults: Faults, noun: str = "sample") -> IntArray:

@@ -14,6 +14,7 @@ from routepack_opt import files
 from routepack_opt.cost import CostModel, OperatorClass
 from routepack_opt.errors import InfeasibleProblemError, InvalidInputError
 from routepack_opt.problem import Cluster, Problem
+from routepack_opt.rows import RowCount
 
 MLA = CostModel((OperatorClass("mla", Fraction(1, 3), Fraction(5, 7)), OperatorClass("kda", Fraction(2), Fraction(0))))
 
@@ -195,6 +196,14 @@ def test_round_trip_and_fingerprint(tmp_path: Path) -> None:
     assert Problem.load(path2).fingerprint == problem.fingerprint
 
 
+def rewrite(path: Path, **arrays: Any) -> None:
+    """Change arrays of a problem file; None drops one."""
+    with np.load(path) as archive:
+        kept = {name: archive[name] for name in archive.files}
+    kept |= {name: value if isinstance(value, np.ndarray) else np.array(value) for name, value in arrays.items()}
+    files.write_npz(path, {name: array for name, array in kept.items() if array.dtype != object})
+
+
 def test_fingerprint_sees_what_matters() -> None:
     problem = make()
     same = make(counts=counts_for([3, 5, 6, 2]).astype(np.uint32), sample_ids=list("abcd"))
@@ -252,11 +261,102 @@ def test_null_rows_and_absent_options_are_resolved_when_read(tmp_path: Path) -> 
 def test_bad_files_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "p.npz"
     make().save(path)
-    arrays = files.read_npz(path, what="t", required=("lengths", "counts", "spec", "routed_tokens"))
-    arrays["spec"] = np.array(json.dumps(json.loads(str(arrays["spec"])) | change))
-    files.write_npz(path, arrays)
+    with np.load(path) as archive:
+        spec = json.loads(str(archive["spec"]))
+    rewrite(path, spec=json.dumps(spec | change), row_count=None)
     with pytest.raises(InvalidInputError, match=message):
         Problem.load(path)
+
+
+#: Five bins of ten are enough by every simple bound, six are needed.
+SHORT_OF_A_BOUND = [4] * 7 + [3] * 7
+
+
+def short_of_a_bound(**changes: Any) -> Problem:
+    return make(SHORT_OF_A_BOUND, capacity=10, dp_size=1, **changes)
+
+
+def test_a_row_proof_survives_the_file(tmp_path: Path) -> None:
+    proven = short_of_a_bound(prove_rows=20.0)
+    assert (proven.rows.num_rows, proven.rows.bound, proven.rows.stored) == (6, 6, False)
+    path, again = tmp_path / "p.npz", tmp_path / "q.npz"
+    proven.save(path)
+    back = Problem.load(path)
+    assert back.rows == RowCount(6, 6, proven.rows.method, proven.rows.bound_method, stored=True)
+    assert back.rows.proven
+    assert "as stored" in repr(back.rows)
+    assert back.fingerprint == proven.fingerprint
+    back.save(again)
+    assert again.read_bytes() == path.read_bytes()
+    assert back.replace(min_samples_per_cell=1).rows == back.rows
+    assert Problem.load(path, prove_rows=20.0).rows == proven.rows
+    rewrite(path, row_count=None)
+    bare = Problem.load(path)
+    assert (bare.rows.num_rows, bare.rows.bound, bare.rows.method, bare.rows.proven) == (6, 5, "given", False)
+    assert bare.fingerprint == proven.fingerprint
+    assert Problem.load(path, prove_rows=20.0).rows.bound == 6
+
+
+def test_what_the_simple_bounds_show_is_no_matter_of_belief(tmp_path: Path) -> None:
+    problem, path = make(), tmp_path / "p.npz"
+    problem.save(path)
+    assert Problem.load(path).rows == problem.rows
+    stated = {"num_rows": problem.num_rows, "bound": 0, "method": "hearsay", "bound_method": "none"}
+    with np.load(path) as archive:
+        stated["proves"] = json.loads(str(archive["row_count"]))["proves"]
+    rewrite(path, row_count=json.dumps(stated))
+    weaker = Problem.load(path).rows
+    assert weaker == RowCount(problem.num_rows, problem.rows.bound, "hearsay", problem.rows.bound_method)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bound": 7}, "row bound 7 above the rows found 6"),
+        ({"bound": -1}, "bound is -1"),
+        ({"bound": "6"}, r"row_count\.bound"),
+        ({"bound": 6.0}, r"row_count\.bound"),
+        ({"bound": True}, r"row_count\.bound"),
+        ({"num_rows": 7}, "row_count is about 7 rows, spec.num_rows is 6"),
+        ({"proves": "sha256:0"}, "belongs to other lengths"),
+        ({"witness": 1}, r"row_count\.witness"),
+        ({"method": "x" * 1000}, r"row_count\.method"),
+    ],
+)
+def test_row_counts_that_contradict_the_file_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "p.npz"
+    short_of_a_bound(num_rows=6).save(path)
+    with np.load(path) as archive:
+        stated = json.loads(str(archive["row_count"]))
+    rewrite(path, row_count=json.dumps(stated | change))
+    with pytest.raises(InvalidInputError, match=message):
+        Problem.load(path)
+
+
+def test_a_row_count_of_another_batch_or_no_json_is_refused(tmp_path: Path) -> None:
+    path, other = tmp_path / "p.npz", tmp_path / "q.npz"
+    short_of_a_bound(num_rows=6).save(path)
+    make([4] * 6 + [3] * 8, capacity=10, dp_size=1, num_rows=6).save(other)
+    with np.load(other) as archive:
+        foreign = archive["row_count"]
+    rewrite(path, row_count=foreign)
+    with pytest.raises(InvalidInputError, match="belongs to other lengths"):
+        Problem.load(path)
+    for value in (np.array("{"), np.array([1, 2])):
+        rewrite(path, row_count=value)
+        with pytest.raises(InvalidInputError, match="row_count is no JSON"):
+            Problem.load(path)
+
+
+def test_a_given_row_count_is_held_against_the_lengths() -> None:
+    with pytest.raises(InfeasibleProblemError, match="num_rows = 1 is too few"):
+        make(num_rows=RowCount(1, 1, "a", "b"), dp_size=1)
+    with pytest.raises(InfeasibleProblemError, match="at least 6 cells"):
+        short_of_a_bound(num_rows=5, prove_rows=20.0)
+    with pytest.raises(InvalidInputError, match="limit of 10000000 cells"):
+        make(num_rows=RowCount(10**9, 2, "a", "b"))
+    with pytest.raises(InvalidInputError, match="num_rows is 0"):
+        RowCount(0, 0, "a", "b")
 
 
 def test_replace_derives_again() -> None:
