@@ -12,8 +12,9 @@ where 10⁻⁶ of its value is less than one unit of work; beyond that the level
 stays feasible with the bound the engine supports.
 
 PuLP reports ``Optimal`` when an engine runs out of time. HiGHS is asked for its
-status and dual bound directly, CBC's bound is read off its log, and of other
-engines only a solution status of optimal is believed.
+status and dual bound directly. The CBC executable that PuLP finds is started
+here, on the file that PuLP writes, so that it can be stopped; its bound is read
+off its log. Of other engines only a solution status of optimal is believed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ import importlib.util
 import logging
 import math
 import re
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +51,8 @@ _TOLERANCE = 1e-6
 #: Variables and rows are scaled by powers of two so that numbers stay below this.
 _LARGEST_NUMBER = 2**20
 _POLL_SECONDS = 0.02
+#: How long a process may take to end by itself when its time is up, and again when it was asked to end.
+_GRACE_SECONDS = 1.0
 _FEASIBILITY = re.compile(r"(assign|capacity|filled|equal|shard_order|row_order|slot_order)_")
 
 
@@ -54,8 +61,9 @@ class Milp(LevelSolver):
     """Exact by mixed-integer programming, as far as floating-point tolerances reach.
 
     One iteration is a branch-and-bound node. A stop takes effect at once with
-    HiGHS; other engines run as separate processes, which are left to their own
-    time limit.
+    HiGHS, and within seconds with CBC, whose process is asked to hand in what it
+    has and killed if it does not. Other engines are run by PuLP, which keeps
+    their processes to itself: they are left to their own time limit.
 
     Parameters
     ----------
@@ -288,64 +296,177 @@ class _Engine:
         on_solution: Callable[[Sequence[float]], None],
         on_bound: Callable[[float], None],
     ) -> Outcome:
-        import pulp
-
         scale = self._scale[variable]
-        available = pulp.listSolvers(onlyAvailable=True)
-        name = next(name for name in _engine_names(self._engine) if name in available)
-        options: dict[str, Any] = {"msg": False, "mip": not self._relaxation}
-        if budget.seconds < math.inf:
-            options["timeLimit"] = max(budget.seconds, 0.01)
-        is_cbc = self._engine == "cbc"
-        if is_cbc:
-            options["threads"] = run.num_threads
-            options["gapRel"] = options["gapAbs"] = 0.0
-            options["options"] = ["primalTolerance 1e-9", f"randomCbcSeed {run.seed % 2**31}"]
-            if budget.iterations is not None:
-                options["maxNodes"] = max(1, int(budget.iterations))
-            if hint is not None:
-                options["warmStart"] = True
-                for handle, value, divisor in zip(self._variables, hint, self._scale, strict=True):
-                    handle.setInitialValue(value / divisor)
-        with tempfile.TemporaryDirectory(prefix="routepack-") as folder:
-            engine_log = Path(folder) / "engine.log"
-            if is_cbc:
-                options["logPath"] = str(engine_log)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                interface = pulp.getSolver(name, **options)
-            problem = self._problem
-            try:
-                finished = _in_thread(lambda: problem.solve(interface), run, None)
-            except pulp.PulpSolverError as error:  # stopped before it wrote a solution, or crashed
-                log.warning("%s ended without a result: %s", name, error)
-                return Outcome(None, False, run.limit_reached() or Limit.TIME)
-            text = engine_log.read_text(errors="replace") if is_cbc and engine_log.exists() else ""
-        if not finished:
+        ended = self._run_cbc(hint, budget, run) if self._engine == "cbc" else self._run_pulp(budget, run)
+        if ended is None:
             return Outcome(None, False, run.limit_reached() or Limit.TIME)
-        if problem.status == pulp.LpStatusInfeasible or problem.sol_status == pulp.LpSolutionInfeasible:
+        if ended.infeasible:
             return Outcome(None, True, None)
-        solved = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-        optimal = problem.sol_status == pulp.LpSolutionOptimal and "Stopped on" not in text
-        objective = self._variables[variable].varValue
-        if solved and not self._relaxation:
-            on_solution(self._values([handle.varValue for handle in self._variables]))
+        if ended.values is not None and not self._relaxation:
+            on_solution(self._values(ended.values))
+        objective = None if ended.values is None else ended.values[variable]
         bound: int | None = None
-        if optimal and objective is not None:
+        if ended.optimal and objective is not None:
             bound = safe_bound(objective * scale)
         else:
-            stated = re.search(r"^Lower bound:\s+(\S+)", text, re.MULTILINE)
+            stated = re.search(r"^Lower bound:\s+(\S+)", ended.log, re.MULTILINE)
             if stated:
                 bound = safe_bound(float(stated[1]) * scale, extra=1e-3 * scale)
         limit = None
         if self._relaxation:
-            limit = Limit.EXHAUSTED if optimal else run.limit_reached() or Limit.TIME
-        elif not optimal:
-            limit = run.limit_reached() or (Limit.ITERATIONS if "Stopped on node limit" in text else Limit.TIME)
-        nodes = re.search(r"^Enumerated nodes:\s+(\d+)", text, re.MULTILINE)
+            limit = Limit.EXHAUSTED if ended.optimal else run.limit_reached() or Limit.TIME
+        elif not ended.optimal:
+            limit = run.limit_reached() or (Limit.ITERATIONS if "Stopped on node limit" in ended.log else Limit.TIME)
+        nodes = re.search(r"^Enumerated nodes:\s+(\d+)", ended.log, re.MULTILINE)
         if bound is not None:
             on_bound(float(bound))
         return Outcome(bound, False, limit, float(nodes[1]) if nodes else 0.0)
+
+    def _solver(self, **options: Any) -> Any:
+        """The PuLP solver of the engine."""
+        import pulp
+
+        available = pulp.listSolvers(onlyAvailable=True)
+        name = next(name for name in _engine_names(self._engine) if name in available)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return pulp.getSolver(name, msg=False, **options)
+
+    def _run_pulp(self, budget: Budget, run: Run) -> _Ended | None:
+        """Let PuLP run its solver; None if it was given up or crashed."""
+        import pulp
+
+        limit = {"timeLimit": max(budget.seconds, 0.01)} if budget.seconds < math.inf else {}
+        interface, problem = self._solver(mip=not self._relaxation, **limit), self._problem
+        try:
+            if not _in_thread(lambda: problem.solve(interface), run, None):
+                return None
+        except pulp.PulpSolverError as error:  # stopped before it wrote a solution, or crashed
+            log.warning("%s ended without a result: %s", self._engine, error)
+            return None
+        solved = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+        return _Ended(
+            infeasible=problem.status == pulp.LpStatusInfeasible or problem.sol_status == pulp.LpSolutionInfeasible,
+            optimal=problem.sol_status == pulp.LpSolutionOptimal,
+            values=[handle.varValue for handle in self._variables] if solved else None,
+            log="",
+        )
+
+    def _run_cbc(self, hint: Sequence[int] | None, budget: Budget, run: Run) -> _Ended | None:
+        """Run CBC on files of its own; None if it was killed or crashed."""
+        begin = time.monotonic()
+        path = self._solver().path
+        with tempfile.TemporaryDirectory(prefix="routepack-") as name:
+            folder = Path(name)
+            model, start, solution, engine_log = (folder / f"model.{end}" for end in ("mps", "mst", "sol", "log"))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                _, short, _, _ = self._problem.writeMPS(str(model), rename=1)
+            arguments = [path, str(model)]
+            if hint is not None:
+                value_of = {
+                    handle.name: value / divisor
+                    for handle, value, divisor in zip(self._variables, hint, self._scale, strict=True)
+                }
+                lines = [f"{i} {short_name} {value_of[name]} 0\n" for i, (name, short_name) in enumerate(short.items())]
+                start.write_text("Stopped on time - objective value 0\n" + "".join(lines), encoding="utf-8")
+                arguments += ["-mips", str(start)]
+            if budget.seconds < math.inf:
+                arguments += ["-sec", str(max(budget.seconds - (time.monotonic() - begin), 0.01))]
+            arguments += ["-primalTolerance", "1e-9", "-randomCbcSeed", str(run.seed % 2**31)]
+            arguments += ["-ratio", "0.0", "-allow", "0.0", "-threads", str(run.num_threads), "-timeMode", "elapsed"]
+            if budget.iterations is not None:
+                arguments += ["-maxNodes", str(max(1, int(budget.iterations)))]
+            arguments += ["-initialSolve" if self._relaxation else "-solve", "-printingOptions", "all"]
+            arguments += ["-solution", str(solution)]
+            with engine_log.open("wb") as stream:
+                process = subprocess.Popen(
+                    arguments,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+                )
+                undisturbed = _await(process, run)
+            if process.returncode or not solution.exists():
+                if undisturbed:
+                    log.warning("cbc ended without a result, exit code %d", process.returncode)
+                return None
+            return self._read_cbc(
+                solution.read_text(errors="replace"), engine_log.read_text(errors="replace"), short, undisturbed
+            )
+
+    def _read_cbc(self, solution: str, text: str, short: dict[str, str], undisturbed: bool) -> _Ended:
+        """Read CBC's solution file: a line with its status, then a line for every row and column."""
+        words, *rows = [line.split() for line in solution.splitlines()] or [[]]
+        # "Stopped on time - objective value 12", where there is a solution; else "Stopped on time (no integer ...".
+        found = words[:1] == ["Optimal"] or (words[:1] == ["Stopped"] and words[3:5] == ["-", "objective"])
+        values: list[float | None] | None = None
+        if found:
+            value_of: dict[str, float] = {}
+            for row in rows:
+                _, name, value, *_ = row[1:] if row[0] == "**" else row
+                value_of[name] = float(value)
+            values = [value_of.get(short[handle.name]) for handle in self._variables]
+        return _Ended(
+            infeasible=undisturbed and words[:1] in (["Infeasible"], ["Integer"]),
+            optimal=undisturbed and words[:1] == ["Optimal"] and "Stopped on" not in text,
+            values=values,
+            log=text if undisturbed else "",
+        )
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How a process ended.
+
+    Attributes
+    ----------
+    infeasible, optimal : bool
+        What the engine says of the model.
+    values : list of float, optional
+        Of every variable, as the engine scales it; None without a solution.
+    log : str
+        The engine's own log, if it is known.
+    """
+
+    infeasible: bool
+    optimal: bool
+    values: list[float | None] | None
+    log: str
+
+
+def _await(process: subprocess.Popen[bytes], run: Run) -> bool:
+    """Wait for a process and poll for a stop; whether it ended by itself. It has ended in any case.
+
+    Out of time it may end by its own clock, which started later. After that, or
+    at once if the run is interrupted, it is asked to end, and at last killed.
+    """
+    late = asked = math.inf
+    try:
+        while True:
+            try:
+                process.wait(_POLL_SECONDS)
+                return asked == math.inf
+            except subprocess.TimeoutExpired:
+                run.progress()
+            if not run.stopped():
+                continue
+            now = time.monotonic()
+            late = min(late, now)
+            if asked < math.inf:
+                if now > asked + _GRACE_SECONDS:
+                    process.kill()
+            elif run.limit_reached() is Limit.INTERRUPTED or now > late + _GRACE_SECONDS:
+                asked = now
+                if sys.platform == "win32":
+                    process.kill()
+                else:
+                    process.send_signal(signal.SIGINT)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def _in_thread(work: Callable[[], Any], run: Run, cancel: Callable[[], None] | None) -> bool:
