@@ -428,17 +428,20 @@ def _split_heaviest(bins: list[Bin], work: Sequence[int], target: int) -> None:
                 heapq.heappush(heap, (-sum(work[item] for item in halves[half]), where))
 
 
-def _round_up(problem: Problem, bins: list[Bin], run: Run, name: str) -> bool:
-    """Reach the multiple of D that practice rounds up to; every cell where none may be empty.
+def _deal_rounded_up(
+    problem: Problem, bins: list[Bin] | None, run: Run, name: str, *, by_tokens: bool = False
+) -> Packing | None:
+    """Deal bins after rounding their number up as practice does, to a multiple of D; None are bins that were stopped.
 
-    The last sample of the bin with the most samples opens a new one, again and
-    again. False, with the reason, where there are more bins than cells.
+    Every cell gets a bin where none may be empty. To reach the number, the last
+    sample of the bin with the most samples opens a new one, again and again.
     """
-    if len(bins) > problem.num_cells:
-        _cannot(run, name, problem, f"it opens {len(bins)} bins")
-        return False
-    _split_off(bins, _bins_wanted(problem, len(bins)))
-    return True
+    if bins is None:
+        _out_of_time(run, name)
+        return None
+    if len(bins) <= problem.num_cells:  # else dealing says what is wrong
+        _split_off(bins, _bins_wanted(problem, len(bins)))
+    return _deal(problem, bins, run, name, by_tokens=by_tokens)
 
 
 def _bins_wanted(problem: Problem, num_bins: int) -> int:
@@ -447,11 +450,13 @@ def _bins_wanted(problem: Problem, num_bins: int) -> int:
     return -(-num_bins // problem.dp_size) * problem.dp_size
 
 
+def _first_fit_decreasing(problem: Problem, run: Run) -> list[Bin] | None:
+    lengths = problem.aligned_lengths
+    return first_fit(lengths, problem.capacity, _descending(lengths), stopped=run.stopped)
+
+
 def _unequal(problem: Problem, why: str) -> str | None:
     return f"equal_samples_per_slot: {why}" if problem.equal_samples_per_slot else None
-
-
-_DEALS_BINS = "it deals bins to slots, however many samples they hold"
 
 
 def _mean_work(problem: Problem) -> list[int]:
@@ -557,8 +562,16 @@ class RoundRobin(Solver):
         return _packing(problem, row, slot, run, self.name)
 
 
+class _BinDealer(Solver):
+    """Fills bins and deals them to slots, however many samples they hold."""
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Refuses equal numbers of samples on every slot."""
+        return _unequal(problem, "it deals bins to slots, however many samples they hold")
+
+
 @dataclass(frozen=True)
-class NextFit(Solver):
+class NextFit(_BinDealer):
     """Fill microbatches in arrival order, deal them to slots in order.
 
     ``fit="next"`` is next fit, as Megatron-LM's ``DpBalancedScheduler``
@@ -577,10 +590,6 @@ class NextFit(Solver):
             faults.add(f"fit is {self.fit!r}; it must be 'next' or 'first'")
         faults.raise_if_any(self.name)
 
-    def unsupported(self, problem: Problem) -> str | None:
-        """Refuses equal numbers of samples on every slot."""
-        return _unequal(problem, _DEALS_BINS)
-
     def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
         """Pack samples; the placement does not matter."""
         del placement
@@ -590,16 +599,35 @@ class NextFit(Solver):
             bins = next_fit(lengths, problem.capacity)
         else:
             bins = first_fit(lengths, problem.capacity, range(problem.num_samples), stopped=run.stopped)
-        if bins is None:
-            _out_of_time(run, self.name)
-            return None
-        if not _round_up(problem, bins, run, self.name):
-            return None
-        return _deal(problem, bins, run, self.name)
+        return _deal_rounded_up(problem, bins, run, self.name)
 
 
 @dataclass(frozen=True)
-class FfdDealt(Solver):
+class _DecreasingDealer(_BinDealer):
+    """NVIDIA NeMo-RL's packers, which differ in how they fill bins.
+
+    Bins b, b + D, b + 2D … go to slot b; to reach a multiple of D, the last sample
+    of the bin with the most samples opens a new bin.
+    """
+
+    largest_first: bool = False
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        _flag(faults, "largest_first", self.largest_first)
+        faults.raise_if_any(self.name)
+
+    def _bins(self, problem: Problem, run: Run) -> list[Bin] | None:
+        raise NotImplementedError
+
+    def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
+        """Pack samples; the placement does not matter."""
+        del placement
+        return _deal_rounded_up(problem, self._bins(problem, run), run, self.name, by_tokens=self.largest_first)
+
+
+@dataclass(frozen=True)
+class FfdDealt(_DecreasingDealer):
     """First-fit decreasing into the fewest bins it finds, bins dealt to slots in turn.
 
     ``first_fit_decreasing`` of NVIDIA NeMo-RL: bins b, b + D, b + 2D … go to slot
@@ -609,32 +637,13 @@ class FfdDealt(Solver):
     """
 
     name: ClassVar[str] = "ffd_dealt"
-    largest_first: bool = False
 
-    def __post_init__(self) -> None:
-        faults = Faults()
-        _flag(faults, "largest_first", self.largest_first)
-        faults.raise_if_any(self.name)
-
-    def unsupported(self, problem: Problem) -> str | None:
-        """Refuses equal numbers of samples on every slot."""
-        return _unequal(problem, _DEALS_BINS)
-
-    def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
-        """Pack samples; the placement does not matter."""
-        del placement
-        lengths = problem.aligned_lengths
-        bins = first_fit(lengths, problem.capacity, _descending(lengths), stopped=run.stopped)
-        if bins is None:
-            _out_of_time(run, self.name)
-            return None
-        if not _round_up(problem, bins, run, self.name):
-            return None
-        return _deal(problem, bins, run, self.name, by_tokens=self.largest_first)
+    def _bins(self, problem: Problem, run: Run) -> list[Bin] | None:
+        return _first_fit_decreasing(problem, run)
 
 
 @dataclass(frozen=True)
-class MffdDealt(Solver):
+class MffdDealt(_DecreasingDealer):
     """Modified first-fit decreasing, bins dealt to slots in turn.
 
     ``modified_first_fit_decreasing`` of NVIDIA NeMo-RL (the size classes of
@@ -642,27 +651,9 @@ class MffdDealt(Solver):
     """
 
     name: ClassVar[str] = "mffd_dealt"
-    largest_first: bool = False
 
-    def __post_init__(self) -> None:
-        faults = Faults()
-        _flag(faults, "largest_first", self.largest_first)
-        faults.raise_if_any(self.name)
-
-    def unsupported(self, problem: Problem) -> str | None:
-        """Refuses equal numbers of samples on every slot."""
-        return _unequal(problem, _DEALS_BINS)
-
-    def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
-        """Pack samples; the placement does not matter."""
-        del placement
-        bins = modified_first_fit_decreasing(problem.aligned_lengths, problem.capacity, stopped=run.stopped)
-        if bins is None:
-            _out_of_time(run, self.name)
-            return None
-        if not _round_up(problem, bins, run, self.name):
-            return None
-        return _deal(problem, bins, run, self.name, by_tokens=self.largest_first)
+    def _bins(self, problem: Problem, run: Run) -> list[Bin] | None:
+        return modified_first_fit_decreasing(problem.aligned_lengths, problem.capacity, stopped=run.stopped)
 
 
 @dataclass(frozen=True)
@@ -823,7 +814,7 @@ def _repair(problem: Problem, cells: IntArray, *, within_slot: bool, stopped: Ca
 
 
 @dataclass(frozen=True)
-class KkFfdFallback(Solver):
+class KkFfdFallback(_BinDealer):
     """Karmarkar–Karp on token lengths over all cells; first-fit decreasing where it breaks a capacity.
 
     ``kk_allocate`` of AReaL: balanced groups while they keep the token limit, FFD
@@ -831,10 +822,6 @@ class KkFfdFallback(Solver):
     """
 
     name: ClassVar[str] = "kk_ffd_fallback"
-
-    def unsupported(self, problem: Problem) -> str | None:
-        """Refuses equal numbers of samples on every slot."""
-        return _unequal(problem, _DEALS_BINS)
 
     def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
         """Pack samples; the placement does not matter."""
@@ -847,13 +834,7 @@ class KkFfdFallback(Solver):
         broken = sum(int(lengths[items].sum()) > problem.capacity for items in groups)
         if not broken:
             return _deal(problem, groups, run, self.name)
-        bins = first_fit(lengths, problem.capacity, _descending(lengths), stopped=run.stopped)
-        if bins is None:
-            _out_of_time(run, self.name)
-            return None
-        if not _round_up(problem, bins, run, self.name):
-            return None
-        packing = _deal(problem, bins, run, self.name)
+        packing = _deal_rounded_up(problem, _first_fit_decreasing(problem, run), run, self.name)
         if packing is not None:
             run.explain(
                 f"{self.name} fell back to first-fit decreasing: Karmarkar-Karp broke the capacity of {broken} of "
@@ -863,7 +844,7 @@ class KkFfdFallback(Solver):
 
 
 @dataclass(frozen=True)
-class SplitSortChunk(Solver):
+class SplitSortChunk(_BinDealer):
     """FFD, split the costliest bins until every cell has one, sort by Σt², chunk into rows.
 
     The batcher proposed in pytorch/torchtitan#3938: bins by first-fit decreasing;
@@ -875,15 +856,10 @@ class SplitSortChunk(Solver):
 
     name: ClassVar[str] = "split_sort_chunk"
 
-    def unsupported(self, problem: Problem) -> str | None:
-        """Refuses equal numbers of samples on every slot."""
-        return _unequal(problem, _DEALS_BINS)
-
     def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
         """Pack samples; the placement does not matter."""
         del placement
-        lengths = problem.aligned_lengths
-        bins = first_fit(lengths, problem.capacity, _descending(lengths), stopped=run.stopped)
+        bins = _first_fit_decreasing(problem, run)
         if bins is None:
             _out_of_time(run, self.name)
             return None
@@ -894,7 +870,7 @@ class SplitSortChunk(Solver):
 
 
 @dataclass(frozen=True)
-class KkSwap(Solver):
+class KkSwap(_BinDealer):
     """FFD, split to a multiple of D, equal-size Karmarkar–Karp over slots, then best swaps of bins.
 
     prime-rl's pipeline: first-fit decreasing; the costliest bin is split (two-way
@@ -919,15 +895,10 @@ class KkSwap(Solver):
         _count(faults, "max_swaps", self.max_swaps)
         faults.raise_if_any(self.name)
 
-    def unsupported(self, problem: Problem) -> str | None:
-        """Refuses equal numbers of samples on every slot."""
-        return _unequal(problem, _DEALS_BINS)
-
     def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
         """Pack samples; the placement does not matter."""
         del placement
-        lengths = problem.aligned_lengths
-        bins = first_fit(lengths, problem.capacity, _descending(lengths), stopped=run.stopped)
+        bins = _first_fit_decreasing(problem, run)
         if bins is None:
             _out_of_time(run, self.name)
             return None
@@ -996,7 +967,7 @@ def _swap_bins(slots: list[Bin], cost: Sequence[int], *, max_swaps: int, stopped
 
 
 @dataclass(frozen=True)
-class LeastLoaded(Solver):
+class LeastLoaded(_BinDealer):
     """Descending samples, each into the cell with the fewest tokens (LPT).
 
     SkyRL's balanced bin packing, over all R · D cells at once. Deviation: SkyRL's
@@ -1005,10 +976,6 @@ class LeastLoaded(Solver):
     """
 
     name: ClassVar[str] = "least_loaded"
-
-    def unsupported(self, problem: Problem) -> str | None:
-        """Refuses equal numbers of samples on every slot."""
-        return _unequal(problem, _DEALS_BINS)
 
     def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
         """Pack samples; the placement does not matter."""
