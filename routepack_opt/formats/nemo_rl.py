@@ -6,7 +6,6 @@ rows have no route, and a last row 0, 1, ..., K-1 is padding.
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +19,9 @@ from routepack_opt.formats.payloads import (
     AnyArray,
     Export,
     Recording,
+    array_of_bytes,
     decode_base64,
+    encode_base64,
     integer_ids,
     json_lines,
     json_samples,
@@ -52,15 +53,9 @@ def decode(envelope: Any, what: str = "routed_experts") -> AnyArray:
         raise InvalidInputError(
             f"{what} begins {envelope[:24]!r}; 'nrlre1:<int8|int16|int32>:<S>x<L>x<K>:' was expected"
         )
-    dtype = np.dtype(header[1]).newbyteorder("<")
     shape = tuple(int(n) for n in header.groups()[1:])
     data = decode_base64(envelope[header.end() :], what)
-    wanted = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    if len(data) != wanted:
-        raise InvalidInputError(
-            f"{what}: {len(data)} bytes, but {'x'.join(map(str, shape))} of {header[1]} are {wanted} (truncated?)"
-        )
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
+    return array_of_bytes(data, header[1], shape, what, shown="x".join(map(str, shape)))
 
 
 def encode(ids: npt.ArrayLike, *, num_experts: int) -> str:
@@ -76,8 +71,7 @@ def encode(ids: npt.ArrayLike, *, num_experts: int) -> str:
     if array.size and (array.min() < -1 or array.max() >= num_experts):
         raise InvalidInputError(f"ids are outside -1..{num_experts - 1}: {array.min()}..{array.max()}")
     name = "int8" if num_experts <= 128 else "int16" if num_experts <= 32_768 else "int32"
-    data = np.ascontiguousarray(array, dtype=np.dtype(name).newbyteorder("<")).tobytes()
-    return f"nrlre1:{name}:{'x'.join(map(str, array.shape))}:{base64.b64encode(data).decode()}"
+    return f"nrlre1:{name}:{'x'.join(map(str, array.shape))}:{encode_base64(array, name)}"
 
 
 def read_files(

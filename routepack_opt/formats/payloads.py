@@ -37,9 +37,11 @@ __all__ = [
     "Recording",
     "SampleRoutes",
     "Segment",
+    "array_of_bytes",
     "cells_of_plan",
     "checked_plan",
     "decode_base64",
+    "encode_base64",
     "integer_ids",
     "join_segments",
     "json_lines",
@@ -165,6 +167,38 @@ def decode_base64(text: Any, what: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidInputError(f"{what} is not base64 (truncated?): {error}") from error
+
+
+def encode_base64(array: AnyArray, dtype: str) -> str:
+    """Base64 of an array's numbers, little-endian, in C order."""
+    data = np.ascontiguousarray(array, dtype=np.dtype(dtype).newbyteorder("<")).tobytes()
+    return base64.b64encode(data).decode()
+
+
+def array_of_bytes(data: bytes, dtype: str, shape: tuple[int, ...], what: str, *, shown: str) -> AnyArray:
+    """Little-endian numbers in C order as an array of the announced shape.
+
+    Parameters
+    ----------
+    data : bytes
+    dtype : str
+        Name of the NumPy dtype.
+    shape : tuple of int
+    what : str
+        Name in messages.
+    shown : str
+        The shape in messages, as the format writes it.
+
+    Raises
+    ------
+    InvalidInputError
+        If there are more or fewer bytes than the shape needs.
+    """
+    stored = np.dtype(dtype).newbyteorder("<")
+    wanted = int(np.prod(shape, dtype=object)) * stored.itemsize
+    if len(data) != wanted:
+        raise InvalidInputError(f"{what}: {len(data)} bytes, but {shown} of {dtype} are {wanted} (truncated?)")
+    return np.frombuffer(data, dtype=stored).reshape(shape)
 
 
 def npy_bytes(data: bytes, what: str) -> AnyArray:

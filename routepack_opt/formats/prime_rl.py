@@ -6,11 +6,9 @@ base64 of uint8 or uint16 numbers; padding rows are zero bytes.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
 
 from routepack_opt import files
@@ -20,7 +18,9 @@ from routepack_opt.formats.payloads import (
     Export,
     Recording,
     Segment,
+    array_of_bytes,
     decode_base64,
+    encode_base64,
     integer_ids,
     json_lines,
     json_samples,
@@ -59,7 +59,6 @@ def _decoded(payload: Any, what: str) -> Segment:
         raise InvalidInputError([f"{what}: {name} is missing" for name in missing])
     if fields["dtype"] not in _DTYPES:
         raise InvalidInputError(f"{what}: dtype is {fields['dtype']!r}; it must be one of {', '.join(_DTYPES)}")
-    dtype = np.dtype(fields["dtype"]).newbyteorder("<")
     try:
         shape = tuple(int(n) for n in fields["shape"])
     except (TypeError, ValueError) as error:
@@ -67,15 +66,11 @@ def _decoded(payload: Any, what: str) -> Segment:
     if len(shape) != 3 or min(shape) < 0:
         raise InvalidInputError(f"{what}: shape is {list(shape)}; [seq, layers, K] was expected")
     data = fields["data"] if isinstance(fields["data"], bytes) else decode_base64(fields["data"], what)
-    wanted = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    if len(data) != wanted:
-        raise InvalidInputError(
-            f"{what}: {len(data)} bytes, but {list(shape)} of {dtype.name} are {wanted} (truncated?)"
-        )
+    ids = array_of_bytes(data, fields["dtype"], shape, what, shown=str(list(shape)))
     start = fields.get("start") or 0
     if isinstance(start, bool) or not isinstance(start, int) or start < 0:
         raise InvalidInputError(f"{what}: start is {start!r}; it must be an integer of at least 0")
-    return Segment(start, np.frombuffer(data, dtype=dtype).reshape(shape))
+    return Segment(start, ids)
 
 
 def encode(ids: npt.ArrayLike, *, num_experts: int, start: int = 0) -> dict[str, Any]:
@@ -92,8 +87,7 @@ def encode(ids: npt.ArrayLike, *, num_experts: int, start: int = 0) -> dict[str,
     if array.size and (array.min() < 0 or array.max() >= num_experts):
         raise InvalidInputError(f"ids are outside 0..{num_experts - 1}: {array.min()}..{array.max()}")
     name = "uint8" if num_experts <= 256 else "uint16"
-    data = np.ascontiguousarray(array, dtype=np.dtype(name).newbyteorder("<")).tobytes()
-    return {"data": base64.b64encode(data).decode(), "shape": list(array.shape), "start": start, "dtype": name}
+    return {"data": encode_base64(array, name), "shape": list(array.shape), "start": start, "dtype": name}
 
 
 def _with_starts(lines: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
