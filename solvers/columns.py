@@ -44,7 +44,6 @@ from numba import njit
 
 from routepack_opt.arrays import IntArray
 from routepack_opt.errors import Faults, InvalidInputError, SolverClaimError
-from routepack_opt.highs import silent_highs
 from routepack_opt.plan import Packing, Placement, Plan
 from routepack_opt.problem import Problem
 from routepack_opt.result import Limit
@@ -52,7 +51,7 @@ from routepack_opt.rows import pack_bins
 from routepack_opt.score import LEVELS, evaluate, violations
 from routepack_opt.solver import Run, Solver
 from routepack_opt.solvers.annealing import Annealing
-from routepack_opt.solvers.pricing import Blocks, Generation, exact_work, list_within, split_block
+from routepack_opt.solvers.pricing import Blocks, Generation, Master, exact_work, list_within, split_block, work_unit
 
 __all__ = ["Columns"]
 
@@ -383,12 +382,7 @@ class _Search:
     def _enumerate(self) -> _List | None:
         """Every column, or None if they are too many."""
         blocks = self.blocks
-        room = blocks.num_cells * blocks.capacity
-        n = len(blocks.lengths)
-        total = int(blocks.lengths.sum())
-        least = total - (self.num_blocks - 1) * room
-        fewest = max(1, blocks.least_samples * blocks.num_cells)
-        most = n - blocks.least_samples * blocks.num_cells * (self.num_blocks - 1)
+        least, fewest, most = blocks.sizes(self.num_blocks)
         self.empty_blocks = least <= 0 and blocks.least_samples == 0
         size = self.options.max_columns
         masks, works = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
@@ -397,7 +391,7 @@ class _Search:
             blocks.attention,
             blocks.loads,
             blocks.num_cells,
-            room,
+            blocks.num_cells * blocks.capacity,
             least,
             fewest,
             most,
@@ -413,23 +407,16 @@ class _Search:
 
     def _pairs(self, columns: _List, most: int) -> _List:
         """Of two blocks each is the other's complement: keep the pairs whose exact works fit together."""
-        blocks = self.blocks
         full = (1 << self.problem.num_samples) - 1
         order = np.argsort(columns.masks, kind="stable")
         columns = columns.take(order)
         masks, works = columns.masks, columns.works
-        if not len(masks):
-            return columns
-        partner = np.minimum(np.searchsorted(masks, full ^ masks), len(masks) - 1)
-        matched = masks[partner] == (full ^ masks)
+        partner, matched = _complements(masks, full)
         within = np.flatnonzero(matched & (masks < masks[partner]) & (works <= most - works[partner]))
         within = within[np.argsort(works[within] + works[partner[within]], kind="stable")]
         kept = np.zeros(len(masks), dtype=np.bool_)
         kept[masks == full] = True
-        _settle_pairs(
-            within, partner, masks, works, columns.exact, most, blocks.lengths, blocks.attention, blocks.loads,
-            blocks.num_cells, blocks.capacity, blocks.least_samples, kept, self.flag,
-        )  # fmt: skip
+        _settle_pairs(within, partner, masks, works, columns.exact, most, *self.blocks, kept, self.flag)
         self.check()
         return columns.take(np.flatnonzero(kept))
 
@@ -443,11 +430,9 @@ class _Search:
         budget: int,
     ) -> list[int] | None:
         """Cover all samples by ``num_parts`` columns: least (Σ values, max largest); column indices or None."""
-        n = self.problem.num_samples
-        full = (1 << n) - 1
-        order = np.lexsort((reduced, _lowest(columns.masks)))
+        full = (1 << self.problem.num_samples) - 1
+        order, starts = self._buckets(columns.masks, reduced)
         masks, vals, tops, costs = columns.masks[order], values[order], largest[order], reduced[order]
-        starts = np.searchsorted(_lowest(masks), np.arange(n + 1)).astype(np.int64)
         by_mask = np.argsort(masks, kind="stable").astype(np.int64)
         sorted_masks = masks[by_mask]
         layers = [_States.first()]
@@ -458,9 +443,10 @@ class _Search:
             if not len(active):
                 break
             last = part == num_parts - 1
-            states = self._expand(
-                layers[-1].take(active), masks, vals, tops, costs, starts, sorted_masks, by_mask, full, budget, last
-            )
+            states = self._grow(
+                _extend, layers[-1].take(active),
+                (masks, vals, tops, costs, starts, sorted_masks, by_mask, full, budget, last), merge=True,
+            )  # fmt: skip
             states = states._replace(parents=active[states.parents])
             layers.append(states)
             if last or self.empty_blocks:
@@ -472,28 +458,28 @@ class _Search:
                         best, winner = key, (part + 1, at)
         if best is None:
             return None
-        chosen = []
         layer, at = winner
-        while layer > 0:
-            chosen.append(int(order[layers[layer].columns[at]]))
-            at = int(layers[layer].parents[at])
-            layer -= 1
-        return chosen[::-1]
+        return [int(order[column]) for column in _history(layers[1:], layer - 1, at)][::-1]
 
-    def _expand(
-        self,
-        states: _States,
-        masks: IntArray,
-        values: IntArray,
-        tops: IntArray,
-        costs: IntArray,
-        starts: IntArray,
-        sorted_masks: IntArray,
-        by_mask: IntArray,
-        full: int,
-        budget: int,
-        last: bool,
-    ) -> _States:
+    def _buckets(self, masks: IntArray, reduced: IntArray) -> tuple[IntArray, IntArray]:
+        """Order of the columns by (longest sample, reduced cost), and where each longest sample begins in it."""
+        lowest = _lowest(masks)
+        order = np.lexsort((reduced, lowest))
+        return order, np.searchsorted(lowest[order], np.arange(self.problem.num_samples + 1)).astype(np.int64)
+
+    def _grow(self, kernel: Any, states: _States, columns: tuple[Any, ...], *, merge: bool) -> _States:
+        """Add columns to every state: the kernel is called until no state is left, its output being short.
+
+        Parameters
+        ----------
+        kernel : callable
+            ``_extend`` or ``_adjoin``.
+        states : _States
+        columns : tuple
+            What the kernel wants to know of the columns.
+        merge : bool
+            Keep only the best way to every covered set, now and then and at the end.
+        """
         size = 1 << 20
         pieces: list[_States] = []
         held = 0
@@ -501,30 +487,30 @@ class _Search:
         out = np.empty((6, size), dtype=np.int64)
         cursor = np.zeros(2, dtype=np.int64)
         while position < len(states.masks):
-            count = _extend(
-                states.masks, states.values, states.tops, states.costs, position, cursor, masks, values, tops, costs,
-                starts, sorted_masks, by_mask, full, budget, last, out, self.flag,
-            )  # fmt: skip
+            count = kernel(
+                states.masks, states.values, states.tops, states.costs, position, cursor, *columns, out, self.flag
+            )
             self.check()
             position = int(cursor[0])
-            mask, value, top, cost, parent, column = out[:, :count].copy()
-            pieces.append(_States(mask, value, top, cost, parent, column).best_by_mask())
+            piece = _States(*out[:, :count].copy())
+            pieces.append(piece.best_by_mask() if merge else piece)
             held += len(pieces[-1].masks)
-            if held > 4 * size:
+            if merge and held <= 4 * size:
+                continue
+            if merge:
                 pieces = [_States.join(pieces).best_by_mask()]
                 held = len(pieces[0].masks)
-                if held > self.options.max_columns:
-                    raise _GaveUp
-        return _States.join(pieces).best_by_mask()
+            if held > self.options.max_columns:
+                raise _GaveUp
+        grown = _States.join(pieces)
+        return grown.best_by_mask() if merge else grown
 
     def _sides(self, columns: _List, reduced: IntArray, pricing: _Pricing, shard_limit: int, budget: int) -> _Sides:
         """All unions of at most R columns that one shard could hold, best (work, largest block) of each."""
         problem = self.problem
-        n = problem.num_samples
         num_rows = problem.num_rows
-        order = np.lexsort((reduced, _lowest(columns.masks)))
+        order, starts = self._buckets(columns.masks, reduced)
         masks, works, costs = columns.masks[order], columns.works[order], reduced[order]
-        starts = np.searchsorted(_lowest(masks), np.arange(n + 1)).astype(np.int64)
         # The other shards need at least what the multipliers say, and have no more than their limits.
         multipliers, constant = pricing.side_multipliers
         others = problem.num_shards - 1
@@ -535,25 +521,12 @@ class _Search:
         layers = [states]
         for layer_number in range(1, num_rows):
             final = layer_number == num_rows - 1
-            size = 1 << 20
-            pieces: list[_States] = []
-            held, position = 0, 0
-            out = np.empty((6, size), dtype=np.int64)
-            cursor = np.zeros(2, dtype=np.int64)
             last_low = _lowest(masks)[states.columns]
-            while position < len(states.masks):
-                count = _adjoin(
-                    states.masks, states.values, states.tops, states.costs, last_low, position, cursor, masks, works,
-                    costs, starts, shard_limit, budget, tables, least_sum if final else -(2**62), out, self.flag,
-                )  # fmt: skip
-                self.check()
-                position = int(cursor[0])
-                mask, value, top, cost, parent, column = out[:, :count].copy()
-                pieces.append(_States(mask, value, top, cost, parent, column))
-                held += count
-                if held > self.options.max_columns:
-                    raise _GaveUp
-            states = _States.join(pieces)
+            states = self._grow(
+                _adjoin, states,
+                (last_low, masks, works, costs, starts, shard_limit, budget, tables, least_sum if final else -(2**62)),
+                merge=False,
+            )  # fmt: skip
             layers.append(states)
         # Sides of fewer than R columns stand for empty rows.
         wanted = range(num_rows) if self.empty_blocks else range(num_rows - 1, num_rows)
@@ -568,8 +541,7 @@ class _Search:
             masks_ = np.append(masks_, 0)
             values, tops, costs_ = np.append(values, 0), np.append(tops, 0), np.append(costs_, 0)
             layer, index = np.append(layer, -1), np.append(index, 0)
-        keep = np.lexsort((tops, values, masks_))
-        keep = keep[np.concatenate([[True], np.diff(masks_[keep]) != 0])] if len(keep) else keep
+        keep = _best_of_each(masks_, values, tops)
         return _Sides(masks_[keep], values[keep], tops[keep], costs_[keep], layer[keep], index[keep], layers, order)
 
     def _match(self, sides: _Sides, budget: int) -> list[int] | None:
@@ -577,12 +549,11 @@ class _Search:
         num_shards = self.problem.num_shards
         full = (1 << self.problem.num_samples) - 1
         if num_shards == 2:
-            at = np.searchsorted(sides.masks, full ^ sides.masks)
-            at = np.minimum(at, max(len(sides.masks) - 1, 0))
-            pair = np.flatnonzero(sides.masks[at] == (full ^ sides.masks)) if len(sides.masks) else at
+            partner, matched = _complements(sides.masks, full)
+            pair = np.flatnonzero(matched)
             if not len(pair):
                 return None
-            other = at[pair]
+            other = partner[pair]
             first = np.maximum(sides.works[pair], sides.works[other])
             total = sides.works[pair] + sides.works[other]
             row = np.maximum(sides.tops[pair], sides.tops[other])
@@ -603,19 +574,14 @@ class _Search:
 
     def columns_of(self, packing: Packing) -> tuple[IntArray, IntArray]:
         """Columns of a packing, with their works."""
-        problem, blocks = self.problem, self.blocks
+        problem = self.problem
         position = np.empty(problem.num_samples, dtype=np.int64)
         position[self.order] = np.arange(problem.num_samples)
         masks = np.zeros((problem.num_rows, problem.num_shards), dtype=np.int64)
         shards = problem.shard_of_slot[packing.dp_slot_of_sample]
         np.bitwise_or.at(masks, (packing.row_of_sample, shards), np.int64(1) << position)
         used = masks[masks != 0]
-        works = [
-            exact_work(mask, blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells, blocks.capacity,
-                        blocks.least_samples, 2**62)
-            for mask in used
-        ]  # fmt: skip
-        return used, np.array(works, dtype=np.int64)
+        return used, np.array([exact_work(mask, *self.blocks, 2**62) for mask in used], dtype=np.int64)
 
     def _packing(self, shards: list[list[int]]) -> Packing:
         problem, blocks = self.problem, self.blocks
@@ -659,11 +625,7 @@ class _States(NamedTuple):
 
     def best_by_mask(self) -> _States:
         """Keep the best (value, largest block) of every covered set."""
-        if len(self.masks) < 2:
-            return self
-        order = np.lexsort((self.tops, self.values, self.masks))
-        first = np.concatenate([[True], np.diff(self.masks[order]) != 0])
-        return self.take(order[first])
+        return self.take(_best_of_each(self.masks, self.values, self.tops))
 
 
 class _Sides(NamedTuple):
@@ -679,13 +641,8 @@ class _Sides(NamedTuple):
     order: IntArray
 
     def columns_of(self, side: int) -> list[int]:
-        layer, at = int(self.layer[side]), int(self.position[side])
-        chosen = []
-        while layer >= 0:
-            chosen.append(int(self.order[self.layers[layer].columns[at]]))
-            at = int(self.layers[layer].parents[at])
-            layer -= 1
-        return chosen
+        history = _history(self.layers, int(self.layer[side]), int(self.position[side]))
+        return [int(self.order[column]) for column in history]
 
 
 class _Pricing:
@@ -699,7 +656,7 @@ class _Pricing:
         self.scaled_bound = -(2**62)
         self._num = search.problem.num_samples
         self._triples = np.zeros(0, dtype=np.int64)
-        self._unit = max(1.0, most / 1e4)
+        self._unit = work_unit(most)
         self._best_multipliers = np.zeros(self._num, dtype=np.int64)
         self._best_constant = 0
 
@@ -709,53 +666,17 @@ class _Pricing:
         return self._best_multipliers[: self._num], self._best_constant
 
     def _build(self, masks: IntArray, works: IntArray) -> None:
-        """A fresh master with the given columns, artificial ones, and the cuts."""
-        import highspy
-
-        n = self._num
-        self._lp: Any = silent_highs()
-        infinity = highspy.kHighsInf
-        for _ in range(n):
-            self._lp.addRow(1.0, 1.0, 0, [], [])
-        blocks = float(self.search.num_blocks)
-        # Fewer columns than blocks mean empty rows.
-        self._lp.addRow(0.0 if self.search.empty_blocks else blocks, blocks, 0, [], [])
-        for _ in range(len(self._triples)):
-            self._lp.addRow(-infinity, 1.0, 0, [], [])
-        penalty = 2.0 * self.most / self._unit
-        for row in range(n):
-            self._lp.addCol(penalty, 0.0, infinity, 1, [row], [1.0])
-        self._lp.addCol(penalty, 0.0, infinity, 1, [n], [1.0])
-        self._artificial = n + 1
-        self._master = np.zeros(0, dtype=np.int64)
-        self._add(masks, works)
-
-    def _add(self, masks: IntArray, works: IntArray) -> None:
-        if not len(masks):
-            return
-        n = self._num
-        starts: list[int] = []
-        indices: list[int] = []
-        values: list[float] = []
-        for mask in masks.tolist():
-            starts.append(len(indices))
-            indices += [i for i in range(n) if mask >> i & 1]
-            indices.append(n)
-            indices += [
-                n + 1 + k for k, triple in enumerate(self._triples.tolist()) if (mask & triple).bit_count() >= 2
-            ]
-            values += [1.0] * (len(indices) - len(values))
-        self._lp.addCols(
-            len(masks),
-            np.asarray(works, dtype=np.float64) / self._unit,
-            np.zeros(len(masks)),
-            np.full(len(masks), np.inf),
-            len(indices),
-            np.asarray(starts, dtype=np.int32),
-            np.asarray(indices, dtype=np.int32),
-            np.asarray(values, dtype=np.float64),
+        """A fresh master with the given columns and the cuts."""
+        search = self.search
+        self._master = Master(
+            self._num,
+            search.num_blocks,
+            most=self.most,
+            empty_blocks=search.empty_blocks,
+            unit=self._unit,
+            cuts=self._triples,
         )
-        self._master = np.concatenate([self._master, masks])
+        self._master.add(masks, works)
 
     def _generate(self, columns: _List) -> tuple[int, IntArray, int]:
         """Column generation until no column prices out: best scaled bound, its multipliers, its constant."""
@@ -763,16 +684,12 @@ class _Pricing:
         blocks = search.blocks
         best, best_duals, best_constant = -(2**62), np.zeros(n + 1 + len(self._triples), dtype=np.int64), 0
         stalled = 0
-        in_master = set(self._master.tolist())
+        master = self._master
+        in_master = set(master.masks.tolist())
         guess = len(in_master) < n
         while True:
             search.check()
-            if guess:  # work in proportion to tokens: a first choice of columns better than that of an empty master
-                share = blocks.lengths / blocks.lengths.sum()
-                duals = np.concatenate([share * (self.most / self._unit), np.zeros(1 + len(self._triples))])
-            else:
-                self._lp.run()
-                duals = np.asarray(self._lp.getSolution().row_dual, dtype=np.float64)
+            duals = master.guess(blocks.lengths) if guess else master.solve()
             scaled = np.floor(duals * (self._unit * self.scale)).astype(np.int64)
             multipliers, cuts = scaled[:n], np.minimum(scaled[n + 1 :], 0)
             bucket_cost = np.full(_BUCKETS, _NEVER, dtype=np.int64)
@@ -780,8 +697,7 @@ class _Pricing:
             threshold = 2**61 if guess else int(scaled[n])
             least = _price(
                 columns.masks, columns.works, columns.exact, self.scale, _tables(multipliers), cuts, self._triples,
-                threshold, blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells, blocks.capacity,
-                blocks.least_samples, bucket_cost, bucket_column, 0 if guess else _PRICING_NODES, search.flag,
+                threshold, *blocks, bucket_cost, bucket_column, 0 if guess else _PRICING_NODES, search.flag,
             )  # fmt: skip
             search.check()
             constant = int(least)
@@ -803,20 +719,18 @@ class _Pricing:
             index = bucket_column[np.isin(bucket_column, index)][np.argsort(price, kind="stable")][:400]
             guess = False
             in_master.update(columns.masks[index].tolist())
-            self._add(columns.masks[index], columns.works[index])
+            master.add(columns.masks[index], columns.works[index])
 
     def _filter(self, columns: _List, duals: IntArray, constant: int) -> tuple[_List, IntArray]:
         """Columns whose exact reduced cost is within the distance to the known packing."""
         search, n = self.search, self._num
-        blocks = search.blocks
         budget = self.most * self.scale - self.scaled_bound
         reduced = np.zeros(0, dtype=np.int64)
         for deepen in (False, True):
             reduced = np.empty(len(columns.masks), dtype=np.int64)
             _reduced_costs(
                 columns.masks, columns.works, columns.exact, self.scale, _tables(duals[:n]), duals[n + 1 :],
-                self._triples, constant, budget, blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells,
-                blocks.capacity, blocks.least_samples, deepen, reduced, search.flag,
+                self._triples, constant, budget, *search.blocks, deepen, reduced, search.flag,
             )  # fmt: skip
             search.check()
             kept = np.flatnonzero(reduced <= budget)
@@ -831,15 +745,13 @@ class _Pricing:
         """Bound of the relaxation, the columns that may be in a packing as good as the known one, reduced costs."""
         columns, search = self.columns, self.search
         none = np.zeros(0, dtype=np.int64)
-        self._build(none, none)
-        if search.best is not None:
-            self._add(*search.columns_of(search.best))
+        self._build(*((none, none) if search.best is None else search.columns_of(search.best)))
         self.scaled_bound, duals, constant = self._generate(columns)
         self._best_multipliers, self._best_constant = duals, constant
         kept, reduced = self.filter(columns)
         if search.blocks.num_cells > 1 and len(kept.masks):
             # Works that were lower bounds are exact now: price once more, over what is left.
-            known = np.isin(kept.masks, self._master)
+            known = np.isin(kept.masks, self._master.masks)
             self._build(kept.masks[known], kept.works[known])
             again, duals, constant = self._generate(kept)
             if again > self.scaled_bound:
@@ -854,14 +766,14 @@ class _Pricing:
         for _ in range(40):
             if len(columns.masks) < 1500 or bound > self.most or stalled >= 3:
                 break
-            values = np.asarray(self._lp.getSolution().col_value, dtype=np.float64)[self._artificial :]
+            values = self._master.values()
             used = np.flatnonzero(values > 1e-6)
-            found = _violated(self._master[used], values[used], self._num)
+            found = _violated(self._master.masks[used], values[used], self._num)
             found = np.setdiff1d(found[:40], self._triples)
             if not len(found):
                 break
             self._triples = np.concatenate([self._triples, found])
-            known = np.isin(columns.masks, self._master)
+            known = np.isin(columns.masks, self._master.masks)
             self._build(columns.masks[known], columns.works[known])
             scaled, duals, constant = self._generate(columns)
             if scaled > self.scaled_bound:
@@ -907,6 +819,29 @@ def _lowest(masks: IntArray) -> IntArray:
     low = masks & -masks
     lowest: IntArray = np.log2(np.maximum(low, 1).astype(np.float64)).astype(np.int64)
     return lowest
+
+
+def _complements(masks: IntArray, full: int) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """For sets in ascending order: where the complement of each would be, and whether it is there."""
+    partner = np.minimum(np.searchsorted(masks, full ^ masks), len(masks) - 1)
+    return partner, masks[partner] == (full ^ masks)
+
+
+def _best_of_each(masks: IntArray, values: IntArray, tops: IntArray) -> IntArray:
+    """Index of the best (value, largest block) of every set, by set."""
+    order: IntArray = np.lexsort((tops, values, masks))
+    best: IntArray = order[np.diff(masks[order], prepend=-1) != 0]
+    return best
+
+
+def _history(layers: list[_States], layer: int, at: int) -> list[int]:
+    """Columns that led to a state, the last one first."""
+    columns = []
+    while layer >= 0:
+        columns.append(int(layers[layer].columns[at]))
+        at = int(layers[layer].parents[at])
+        layer -= 1
+    return columns
 
 
 def _tables(multipliers: IntArray) -> IntArray:
@@ -987,6 +922,14 @@ def _enumerate(
 
 
 @njit(cache=True, nogil=True)
+def _sum_over(mask: int, tables: npt.NDArray[np.int64]) -> Any:
+    """Sum of the multipliers of a set."""
+    total = tables[0, mask & 65535] + tables[1, (mask >> 16) & 65535]
+    total += tables[2, (mask >> 32) & 65535] + tables[3, (mask >> 48) & 65535]
+    return total
+
+
+@njit(cache=True, nogil=True)
 def _reduced_cost(
     mask: int,
     work: int,
@@ -995,9 +938,7 @@ def _reduced_cost(
     cuts: npt.NDArray[np.int64],
     triples: npt.NDArray[np.int64],
 ) -> Any:
-    cost = work * scale
-    cost -= tables[0, mask & 65535] + tables[1, (mask >> 16) & 65535]
-    cost -= tables[2, (mask >> 32) & 65535] + tables[3, (mask >> 48) & 65535]
+    cost = work * scale - _sum_over(mask, tables)
     for k in range(len(triples)):
         common = mask & triples[k]
         if common & (common - 1):
@@ -1158,6 +1099,20 @@ def _violated(masks: npt.NDArray[np.int64], values: npt.NDArray[np.float64], num
 
 
 @njit(cache=True, nogil=True)
+def _put(
+    out: npt.NDArray[np.int64], at: int, mask: int, value: int, top: int, cost: int, parent: int, column: int
+) -> int:
+    """Write a state as one of ``_States``; where the next one goes."""
+    out[0, at] = mask
+    out[1, at] = value
+    out[2, at] = top
+    out[3, at] = cost
+    out[4, at] = parent
+    out[5, at] = column
+    return at + 1
+
+
+@njit(cache=True, nogil=True)
 def _extend(
     state_masks: npt.NDArray[np.int64],
     state_values: npt.NDArray[np.int64],
@@ -1202,13 +1157,8 @@ def _extend(
                 continue
             if count == room:
                 return count
-            out[0, count] = full
-            out[1, count] = state_values[state] + values[c]
-            out[2, count] = max(state_tops[state], tops[c])
-            out[3, count] = state_costs[state] + costs[c]
-            out[4, count] = state
-            out[5, count] = c
-            count += 1
+            count = _put(out, count, full, state_values[state] + values[c], max(state_tops[state], tops[c]),
+                         state_costs[state] + costs[c], state, c)  # fmt: skip
             continue
         low = 0
         while (covered >> low) & 1:
@@ -1223,13 +1173,8 @@ def _extend(
             if count == room:
                 cursor[1] = c
                 return count
-            out[0, count] = covered | masks[c]
-            out[1, count] = state_values[state] + values[c]
-            out[2, count] = max(state_tops[state], tops[c])
-            out[3, count] = state_costs[state] + costs[c]
-            out[4, count] = state
-            out[5, count] = c
-            count += 1
+            count = _put(out, count, covered | masks[c], state_values[state] + values[c],
+                         max(state_tops[state], tops[c]), state_costs[state] + costs[c], state, c)  # fmt: skip
     cursor[0] = len(state_masks)
     cursor[1] = 0
     return count
@@ -1241,9 +1186,9 @@ def _adjoin(
     state_values: npt.NDArray[np.int64],
     state_tops: npt.NDArray[np.int64],
     state_costs: npt.NDArray[np.int64],
-    state_lows: npt.NDArray[np.int64],
     position: int,
     cursor: npt.NDArray[np.int64],
+    state_lows: npt.NDArray[np.int64],
     masks: npt.NDArray[np.int64],
     works: npt.NDArray[np.int64],
     costs: npt.NDArray[np.int64],
@@ -1277,20 +1222,13 @@ def _adjoin(
                 if masks[c] & covered or works[c] > work_left:
                     continue
                 both = covered | masks[c]
-                price = tables[0, both & 65535] + tables[1, (both >> 16) & 65535]
-                price += tables[2, (both >> 32) & 65535] + tables[3, (both >> 48) & 65535]
-                if price < least_sum:
+                if _sum_over(both, tables) < least_sum:
                     continue
                 if count == room:
                     cursor[1] = c
                     return count
-                out[0, count] = both
-                out[1, count] = state_values[state] + works[c]
-                out[2, count] = max(state_tops[state], works[c])
-                out[3, count] = state_costs[state] + costs[c]
-                out[4, count] = state
-                out[5, count] = c
-                count += 1
+                count = _put(out, count, both, state_values[state] + works[c], max(state_tops[state], works[c]),
+                             state_costs[state] + costs[c], state, c)  # fmt: skip
     cursor[0] = len(state_masks)
     cursor[1] = 0
     return count

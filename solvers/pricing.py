@@ -39,7 +39,7 @@ from numba import njit
 from routepack_opt.arrays import IntArray
 from routepack_opt.highs import silent_highs
 
-__all__ = ["Blocks", "Generation", "Priced", "exact_work", "list_within", "price", "split_block"]
+__all__ = ["Blocks", "Generation", "Master", "Priced", "exact_work", "list_within", "price", "split_block", "work_unit"]
 
 _NEVER = 2**62
 #: Nodes that the split of one column may take; a harder one keeps its lower bound.
@@ -61,6 +61,12 @@ class Blocks(NamedTuple):
     num_cells: int  # of a block
     capacity: int
     least_samples: int  # of a cell
+
+    def sizes(self, num_blocks: int) -> tuple[int, int, int]:
+        """Least tokens, fewest and most samples of a block in a packing of all samples into ``num_blocks``."""
+        least = int(self.lengths.sum()) - (num_blocks - 1) * self.num_cells * self.capacity
+        needed = self.least_samples * self.num_cells
+        return least, max(1, needed), len(self.lengths) - needed * (num_blocks - 1)
 
 
 class Priced(NamedTuple):
@@ -156,17 +162,105 @@ def list_within(
 
 
 def _arguments(blocks: Blocks, num_blocks: int, multipliers: IntArray, scale: int) -> tuple[Any, ...]:
-    room = blocks.num_cells * blocks.capacity
-    least = int(blocks.lengths.sum()) - (num_blocks - 1) * room
-    fewest = max(1, blocks.least_samples * blocks.num_cells)
-    most = len(blocks.lengths) - blocks.least_samples * blocks.num_cells * (num_blocks - 1)
     # First samples in order of gain per token: late ones have little that may join them.
     gain = multipliers - scale * (
         blocks.loads.mean(axis=2).sum(axis=1) + blocks.attention.sum(axis=1) / blocks.num_cells
     )
     sequence = np.argsort(-gain / blocks.lengths, kind="stable").astype(np.int64)
-    return (sequence, multipliers, scale, blocks.lengths, blocks.attention, blocks.loads, blocks.num_cells,
-            blocks.capacity, blocks.least_samples, least, fewest, most)  # fmt: skip
+    return (sequence, multipliers, scale, *blocks, *blocks.sizes(num_blocks))
+
+
+def work_unit(most: int) -> float:
+    """Work units in which a total of ``most`` is a number that a linear program handles well."""
+    return max(1.0, most / 1e4)
+
+
+class Master:
+    """The linear program over the columns known so far.
+
+    Every sample is in one column and there are as many columns as blocks. A column
+    for each of these rows, costlier than any packing, keeps the program feasible.
+
+    Parameters
+    ----------
+    num_samples : int
+    num_blocks : int
+    most : int
+        Total work of a known packing, or an upper limit on any.
+    empty_blocks : bool
+        Whether blocks may hold nothing: there may be fewer columns than blocks.
+    unit : float
+        Costs of the program, and so its duals, are in work units divided by this.
+    cuts : int64 [K], optional
+        Sets of three samples: at most one of the columns chosen may hold two of them.
+
+    Attributes
+    ----------
+    masks : int64
+        The columns, in the order they came.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        num_blocks: int,
+        *,
+        most: int,
+        empty_blocks: bool,
+        unit: float,
+        cuts: IntArray | None = None,
+    ) -> None:
+        self.masks = np.zeros(0, dtype=np.int64)
+        self.unit = unit
+        self._num_samples, self._most = num_samples, most
+        self._cuts: list[int] = [] if cuts is None else cuts.tolist()
+        self._lp: Any = silent_highs()
+        infinity = float("inf")
+        for _ in range(num_samples):
+            self._lp.addRow(1.0, 1.0, 0, [], [])
+        self._lp.addRow(0.0 if empty_blocks else float(num_blocks), float(num_blocks), 0, [], [])
+        for _ in self._cuts:
+            self._lp.addRow(-infinity, 1.0, 0, [], [])
+        for row in range(num_samples + 1):
+            self._lp.addCol(2.0 * most / self.unit, 0.0, infinity, 1, [row], [1.0])
+
+    def add(self, masks: IntArray, works: IntArray) -> None:
+        """Add columns."""
+        if not len(masks):
+            return
+        n = self._num_samples
+        starts: list[int] = []
+        indices: list[int] = []
+        for mask in masks.tolist():
+            starts.append(len(indices))
+            indices += [i for i in range(n) if mask >> i & 1]
+            indices.append(n)
+            indices += [n + 1 + k for k, triple in enumerate(self._cuts) if (mask & triple).bit_count() >= 2]
+        self._lp.addCols(
+            len(masks),
+            np.asarray(works, dtype=np.float64) / self.unit,
+            np.zeros(len(masks)),
+            np.full(len(masks), np.inf),
+            len(indices),
+            np.asarray(starts, dtype=np.int32),
+            np.asarray(indices, dtype=np.int32),
+            np.ones(len(indices)),
+        )
+        self.masks = np.concatenate([self.masks, masks])
+
+    def solve(self) -> npt.NDArray[np.float64]:
+        """Solve, and return the duals: of the samples, of the number of blocks, of the cuts."""
+        self._lp.run()
+        return np.asarray(self._lp.getSolution().row_dual, dtype=np.float64)
+
+    def guess(self, lengths: IntArray) -> npt.NDArray[np.float64]:
+        """Duals to start from: work in proportion to tokens, a better choice of columns than that of no columns."""
+        share = lengths / lengths.sum() * (self._most / self.unit)
+        return np.concatenate([share, np.zeros(1 + len(self._cuts))])
+
+    def values(self) -> npt.NDArray[np.float64]:
+        """How much of each column the last solution takes."""
+        return np.asarray(self._lp.getSolution().col_value, dtype=np.float64)[self._num_samples + 1 :]
 
 
 class Generation:
@@ -205,16 +299,10 @@ class Generation:
         self.scaled_bound = -_NEVER
         self.multipliers = np.zeros(len(blocks.lengths), dtype=np.int64)
         self.constant = 0
-        self.masks = np.zeros(0, dtype=np.int64)
-        self._unit = max(1.0, most / 1e4)
         self._limit = 2 * most * scale  # of a multiplier
-        self._lp: Any = silent_highs()
-        n, infinity = len(blocks.lengths), float("inf")
-        for _ in range(n):
-            self._lp.addRow(1.0, 1.0, 0, [], [])
-        self._lp.addRow(0.0 if empty_blocks else float(num_blocks), float(num_blocks), 0, [], [])
-        for row in range(n + 1):
-            self._lp.addCol(2.0 * most / self._unit, 0.0, infinity, 1, [row], [1.0])
+        self._master = Master(
+            len(blocks.lengths), num_blocks, most=most, empty_blocks=empty_blocks, unit=work_unit(most)
+        )
 
     @property
     def bound(self) -> int:
@@ -223,32 +311,23 @@ class Generation:
 
     def add(self, masks: IntArray, works: IntArray) -> int:
         """Add columns that the master does not have; how many."""
-        fresh = ~np.isin(masks, self.masks)
-        n = len(self.blocks.lengths)
-        for mask, work in zip(masks[fresh].tolist(), works[fresh].tolist(), strict=True):
-            rows = [i for i in range(n) if mask >> i & 1] + [n]
-            self._lp.addCol(work / self._unit, 0.0, float("inf"), len(rows), rows, [1.0] * len(rows))
-        self.masks = np.concatenate([self.masks, masks[fresh]])
+        fresh = ~np.isin(masks, self._master.masks)
+        self._master.add(masks[fresh], works[fresh])
         return int(fresh.sum())
 
     def run(self) -> bool:
         """Generate columns until none prices out or ``flag`` is raised; whether it came to the end."""
         n = len(self.blocks.lengths)
-        # Work in proportion to tokens: a first choice of columns better than that of an empty master.
-        share = self.blocks.lengths / self.blocks.lengths.sum()
-        guess: npt.NDArray[Any] | None = np.append(share * (self.most / self._unit), 0.0)
+        unit = self._master.unit
+        guess: npt.NDArray[np.float64] | None = self._master.guess(self.blocks.lengths)
         tolerance = int(1e-9 * self.most * self.scale) + 1
         smoothing = _SMOOTHING
         while not self.flag[0]:
-            if guess is None:
-                self._lp.run()
-                duals = np.asarray(self._lp.getSolution().row_dual, dtype=np.float64)
-            else:
-                duals, guess = guess, None
+            duals, guess = self._master.solve() if guess is None else guess, None
             if smoothing and self.scaled_bound > 0:
-                center = np.append(self.multipliers, self.constant) / (self._unit * self.scale)
+                center = np.append(self.multipliers, self.constant) / (unit * self.scale)
                 duals = smoothing * center + (1 - smoothing) * duals
-            scaled = np.floor(duals * (self._unit * self.scale))
+            scaled = np.floor(duals * (unit * self.scale))
             scaled = np.clip(scaled, -self._limit, self._limit).astype(np.int64)
             multipliers, threshold = scaled[:n], int(scaled[n]) - tolerance
             stages = [(limit, 0.0) for limit in _NODE_LIMITS] + [(_NEVER, slack) for slack in _SLACKS]

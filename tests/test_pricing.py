@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from routepack_opt.arrays import IntArray
-from routepack_opt.solvers.pricing import Blocks, Generation, exact_work, list_within, price
+from routepack_opt.solvers.pricing import Blocks, Generation, Master, exact_work, list_within, price
 
 NEVER = 2**62
 
@@ -175,6 +175,37 @@ def test_bounds_stay_below_the_best_packing(seed: int, least_samples: int) -> No
     assert listed is not None
     kept = {mask: columns[mask] for mask in listed[0].tolist()}
     assert partition_optimum(kept, 8, num_blocks, empty=empty) == best
+
+
+def test_a_cut_forbids_half_of_each_of_three_pairs() -> None:
+    # Three samples, every pair costs 2, every sample alone 10: half of each pair is best, but no packing.
+    masks, works = np.array([3, 6, 5, 1, 2, 4]), np.array([2, 2, 2, 10, 10, 10])
+    plain = Master(3, 3, most=30, empty_blocks=True, unit=1.0)
+    plain.add(masks, works)
+    duals = plain.solve()
+    assert np.allclose(plain.values(), [0.5, 0.5, 0.5, 0, 0, 0])
+    assert np.allclose(duals, [1, 1, 1, 0])
+    cut = Master(3, 3, most=30, empty_blocks=True, unit=2.0, cuts=np.array([7]))
+    cut.add(masks[:2], works[:2])
+    cut.add(masks[2:], works[2:])
+    assert cut.masks.tolist() == masks.tolist()
+    duals = cut.solve()
+    assert np.isclose(cut.values() @ works, 12)
+    assert np.isclose(duals[:3].sum() + duals[4], 12 / 2)
+    assert duals[4] < 0
+    # As many columns as blocks, where no block may be empty.
+    full = Master(3, 3, most=30, empty_blocks=False, unit=1.0)
+    full.add(masks, works)
+    full.solve()
+    assert np.isclose(full.values() @ works, 30)
+
+
+def test_sizes_of_a_block() -> None:
+    blocks = draw(1, least_samples=1, num_samples=8)
+    total = int(blocks.lengths.sum())
+    assert blocks.sizes(1) == (total, 2, 8)
+    assert blocks.sizes(3) == (total - 2 * 2 * 31, 2, 4)
+    assert draw(1, num_samples=8).sizes(3) == (total - 2 * 2 * 31, 1, 8)
 
 
 def test_work_of_a_block_is_that_of_its_best_split() -> None:
