@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from routepack_opt.errors import Faults
 
-__all__ = ["IntArray", "integer_array", "read_only"]
+__all__ = ["IntArray", "integer_array", "plain_array", "read_only"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -19,6 +19,19 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     view = array.view()
     view.setflags(write=False)
     return view
+
+
+def plain_array(value: npt.ArrayLike, name: str, faults: Faults) -> npt.NDArray[Any] | None:
+    """Convert to an array of numbers in the machine's byte order; what is ragged or masked is a fault."""
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        faults.add(f"{name} has masked entries; fill them or leave them out")
+        return None
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        faults.add(f"{name} is ragged: {error}")
+        return None
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def integer_array(
@@ -45,11 +58,10 @@ def integer_array(
     ndarray of int64 or None
         A fresh array, or None if a fault was recorded.
     """
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        faults.add(f"{name} is ragged: {error}")
+    found = plain_array(value, name, faults)
+    if found is None:
         return None
+    array = found
     if array.dtype == np.bool_:
         faults.add(f"{name} has dtype bool; it must hold integers")
         return None

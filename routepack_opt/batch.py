@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from routepack_opt.arrays import IntArray, integer_array, read_only
+from routepack_opt.arrays import IntArray, integer_array, plain_array, read_only
 from routepack_opt.errors import Faults
 
 __all__ = ["MAX_LENGTH", "RoutingBatch"]
@@ -308,6 +308,9 @@ def _names(sample_ids: Sequence[str] | None, num_samples: int, faults: Faults) -
         faults.add(f"sample_ids is the string {sample_ids!r}; it must be a list of names")
         return None
     names = tuple(str(name) for name in sample_ids)
+    for i, name in enumerate(names):
+        if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
+            faults.add(f"sample_ids[{i}] is {name!r}; it must be text that a file can hold, without NUL")
     if len(names) != num_samples:
         faults.add(f"sample_ids has {len(names)} entries for {num_samples} samples")
         return None
@@ -319,7 +322,9 @@ def _names(sample_ids: Sequence[str] | None, num_samples: int, faults: Faults) -
 
 
 def _count_array(counts: npt.ArrayLike, num_samples: int, name: Any, faults: Faults) -> CountArray | None:
-    array = np.asarray(counts)
+    array = plain_array(counts, "counts", faults)
+    if array is None:
+        return None
     if array.dtype == np.bool_ or array.dtype.kind not in "iu":
         faults.add(f"counts has dtype {array.dtype}; it must hold integers")
         return None

@@ -17,7 +17,7 @@ whenever C or the cluster changes.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -298,6 +298,10 @@ class CostModel:
     preset: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.attention, str) or not isinstance(self.attention, Iterable):
+            raise InvalidInputError(
+                f"attention is {self.attention!r}; it must hold OperatorClass", context="cost model"
+            )
         object.__setattr__(self, "attention", tuple(self.attention))
         strangers = [item for item in self.attention if not isinstance(item, OperatorClass)]
         if strangers:

@@ -41,9 +41,10 @@ import numpy.typing as npt
 from numba import njit
 
 from routepack_opt.arrays import IntArray, integer_array, read_only
+from routepack_opt.batch import MAX_LENGTH
 from routepack_opt.errors import Faults, InvalidInputError
 
-__all__ = ["SENTINELS", "UNCOVERED", "Coverage", "RoutingCounter", "RoutingCounts", "count_routing"]
+__all__ = ["SENTINELS", "UNCOVERED", "Coverage", "RoutingCounter", "RoutingCounts", "count_routing", "layer_numbers"]
 
 AnyArray = npt.NDArray[Any]
 
@@ -695,7 +696,7 @@ class RoutingCounter:
             tuple(sentinels),
             check_distinct,
         )
-        _check_options(num_experts, uncovered, sentinels)
+        _check_options(num_experts, uncovered, sentinels, check_distinct)
         self._reader: _Reader | None = None
         self._shape: tuple[int, int] | None = None
         self._counts: list[AnyArray] = []
@@ -739,6 +740,8 @@ class RoutingCounter:
         array = _id_array(ids, name)
         if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
             raise InvalidInputError(f"{name}: length {length!r}; it must be an integer of at least 1")
+        if length > MAX_LENGTH:
+            raise InvalidInputError(f"{name}: length {length} is above the limit {MAX_LENGTH}")
         mask = None
         if valid is not None:
             mask = np.asarray(valid)
@@ -808,10 +811,30 @@ def _id_array(ids: npt.ArrayLike, name: str = "ids") -> AnyArray:
     return array
 
 
-def _check_options(num_experts: int, uncovered: str, sentinels: Sequence[str]) -> None:
+def layer_numbers(moe_layers: Sequence[int]) -> list[int]:
+    """Layer numbers as a list.
+
+    Raises
+    ------
+    InvalidInputError
+        If it is no list of integers.
+    """
+    faults = Faults()
+    layers = integer_array(moe_layers, "moe_layers", faults, ndim=1, element="entry")
+    faults.raise_if_any()
+    assert layers is not None
+    numbers: list[int] = layers.tolist()
+    return numbers
+
+
+def _check_options(num_experts: int, uncovered: str, sentinels: Sequence[str], check_distinct: bool) -> None:
     faults = Faults()
     if isinstance(num_experts, bool) or not isinstance(num_experts, int | np.integer) or num_experts < 1:
         faults.add(f"num_experts is {num_experts!r}; it must be an integer of at least 1")
+    elif num_experts > MAX_LENGTH:
+        faults.add(f"num_experts is {num_experts}, above the limit {MAX_LENGTH}")
+    if not isinstance(check_distinct, bool | np.bool_):
+        faults.add(f"check_distinct is {check_distinct!r}; it must be True or False")
     if uncovered not in UNCOVERED:
         faults.add(f"uncovered is {uncovered!r}; it must be one of {', '.join(UNCOVERED)}")
     for kind in sentinels:
@@ -845,13 +868,13 @@ class _Reader:
         sentinels: Sequence[str],
         check_distinct: bool,
     ) -> _Reader:
-        _check_options(num_experts, uncovered, sentinels)
+        _check_options(num_experts, uncovered, sentinels, check_distinct)
         faults = Faults()
         num_recorded, top_k = int(shape[1]), int(shape[2])
         columns: slice | IntArray = slice(0, num_recorded)
         num_layers = num_recorded
         if moe_layers is not None:
-            layers = [int(layer) for layer in moe_layers]
+            layers = layer_numbers(moe_layers)
             num_layers = len(layers)
             if not layers:
                 faults.add("moe_layers is empty")

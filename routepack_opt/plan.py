@@ -12,7 +12,7 @@ from numba import njit
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from routepack_opt import files
-from routepack_opt.arrays import IntArray, integer_array, read_only
+from routepack_opt.arrays import IntArray, integer_array, plain_array, read_only
 from routepack_opt.errors import Faults, InvalidInputError, InvalidPlanError
 from routepack_opt.problem import Problem, most_rank_load, validation_faults
 
@@ -69,7 +69,9 @@ class Placement:
             If a layer is no permutation of 0..E−1, naming slots missing and taken twice.
         """
         faults = Faults()
-        value = np.asarray(slot_of_expert)
+        value = plain_array(slot_of_expert, "slot_of_expert", faults)
+        faults.raise_if_any("placement")
+        assert value is not None
         if value.size == 0 and value.ndim == 1:
             value = value.reshape(0, 0).astype(np.int64)
         array = integer_array(value, "slot_of_expert", faults, ndim=2, element="layer")
@@ -98,6 +100,9 @@ class Placement:
     @classmethod
     def contiguous(cls, num_layers: int, num_experts: int, *, ep_size: int) -> Placement:
         """The identity: rank p owns experts p·E/P .. (p+1)·E/P − 1, as most trainers place them."""
+        for size in (num_layers, num_experts):
+            if isinstance(size, bool) or not isinstance(size, int | np.integer):
+                raise InvalidInputError(f"{num_layers} layers x {num_experts} experts: sizes must be integers")
         if min(num_layers, num_experts) < 0:
             raise InvalidInputError(f"{num_layers} layers x {num_experts} experts: sizes must not be negative")
         return cls.from_slots(

@@ -110,6 +110,7 @@ def solve(
     SolverClaimError
         If the solver claims what the evaluator refutes.
     """
+    _require_problem(problem, "planning")
     built = _build(planner)
     faults = Faults()
     if isinstance(built, tuple) and len(built) != 2:
@@ -189,6 +190,7 @@ def place(
         (``block_expert_work``), in work units. With a packing ``plan`` and
         ``score`` are set too.
     """
+    _require_problem(problem, "place")
     built = _one(placer, Placer, "placer")
     if isinstance(packing, Result):
         packing = packing.packing
@@ -302,6 +304,7 @@ def pack(
     Result
         Its scope is ``fixed-placement``.
     """
+    _require_problem(problem, "pack")
     built = _one(packer, Packer, "packer")
     if isinstance(placement, Result):
         if placement.placement is None:
@@ -397,6 +400,14 @@ def _hierarchical(problem: Problem, placer: Placer, packer: Packer, run: Run) ->
     return None if packing is None else Plan.of(problem, placement, packing)
 
 
+def _require_problem(problem: Any, context: str) -> None:
+    if not isinstance(problem, Problem):
+        raise InvalidInputError(
+            f"problem is {type(problem).__name__}; it must be a Problem (Problem.load reads one from a file)",
+            context=context,
+        )
+
+
 def _build(planner: Any) -> Any:
     return registry.parse(planner) if isinstance(planner, str) else planner
 
@@ -466,7 +477,9 @@ def _start(
     on_progress: ProgressCallback | None,
 ) -> tuple[Run, dict[str, float | int | None]]:
     if time_limit is not None and (
-        isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not 0 <= time_limit < float("inf")
+        isinstance(time_limit, bool)
+        or not isinstance(time_limit, int | float | np.integer | np.floating)
+        or not 0 <= time_limit < float("inf")
     ):
         faults.add(f"time_limit is {time_limit!r}; it must be seconds, finite and at least 0")
     for label, value, least in (
@@ -871,6 +884,7 @@ def compare(
     -------
     Runs
     """
+    _require_problem(problem, "comparison")
     faults = Faults()
     if isinstance(planners, str):
         planners = [planners]

@@ -304,8 +304,12 @@ class Problem:
             faults.add(f"equal_samples_per_slot is {equal_samples_per_slot!r}; it must be True or False")
         if not isinstance(cluster, Cluster):
             faults.add(f"cluster is {cluster!r}; it must be a Cluster")
-        if isinstance(prove_rows, bool) or not isinstance(prove_rows, int | float) or not prove_rows >= 0:
-            faults.add(f"prove_rows is {prove_rows!r}; it must be seconds, at least 0")
+        if (
+            isinstance(prove_rows, bool)
+            or not isinstance(prove_rows, int | float | np.integer | np.floating)
+            or not 0 <= prove_rows < float("inf")
+        ):
+            faults.add(f"prove_rows is {prove_rows!r}; it must be seconds, finite and at least 0")
         faults.raise_if_any("problem")
         capacity, length_alignment = int(capacity), int(length_alignment)
         if batch.num_layers and batch.num_experts % cluster.ep_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,3 +146,65 @@ def test_many_chains_keep_the_time_limit() -> None:
     result = planning.solve(make(), "lpt+annealing(num_chains=20000)", time_limit=0.05)
     assert result.limit is Limit.TIME
     assert result.plan is not None
+
+
+def test_numbers_in_the_other_byte_order_are_the_same_numbers() -> None:
+    swapped = Problem.from_arrays(np.array([4] * 4, ">i4"), COUNTS.astype(">u2"), top_k=2, capacity=8, ep_size=2)
+    assert swapped.fingerprint == make().fingerprint
+    placement = Placement.from_slots(np.array([[1, 0, 3, 2]], ">i8"), ep_size=2)
+    assert placement == Placement.from_slots([[1, 0, 3, 2]], ep_size=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Problem.from_arrays([4] * 4, [[[3, 1]], [[3]], 1, 2], capacity=8, ep_size=2), "counts is ragged"),
+        (
+            lambda: Problem.from_arrays(np.ma.array([4] * 4, mask=[0, 0, 0, 1]), COUNTS, capacity=8, ep_size=2),
+            "lengths has masked entries",
+        ),
+        (
+            lambda: Problem.from_arrays([4] * 4, np.ma.array(COUNTS, mask=COUNTS > 2), capacity=8, ep_size=2),
+            "counts has masked entries",
+        ),
+        (lambda: make(sample_ids=["a\0", "b", "c", "d"]), r"sample_ids\[0\] is 'a\\x00'"),
+        (lambda: make(sample_ids=["\ud800", "b", "c", "d"]), r"sample_ids\[0\]"),
+        (lambda: make(prove_rows=float("inf")), "prove_rows is inf"),
+        (lambda: Placement.from_slots([[0, 1], [0]], ep_size=2), "slot_of_expert is ragged"),
+        (lambda: Placement.contiguous(1, 4.0, ep_size=2), "sizes must be integers"),  # type: ignore[arg-type]
+        (lambda: CostModel(None), "attention is None"),  # type: ignore[arg-type]
+        (lambda: CostModel(OperatorClass("a", 1, 0)), "it must hold OperatorClass"),  # type: ignore[arg-type]
+        (lambda: planning.solve("p.npz"), "problem is str; it must be a Problem"),  # type: ignore[arg-type]
+        (lambda: planning.place(None), "problem is NoneType"),  # type: ignore[arg-type]
+        (lambda: planning.pack({}), "problem is dict"),  # type: ignore[arg-type]
+        (lambda: planning.compare(None, ["lpt+ffd"]), "problem is NoneType"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_input_at_all_is_said_plainly(call: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        call()
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    result = planning.solve(make(prove_rows=np.float32(0.5)), "lpt+ffd", time_limit=np.float32(0.5))
+    assert result.settings["time_limit"] == 0.5
+    assert planning.solve(make(), "lpt+ffd", time_limit=np.int64(1)).plan is not None
+
+
+def test_a_file_cut_or_changed_anywhere_is_refused_or_the_same(tmp_path: Path) -> None:
+    problem, path, damaged = make(sample_ids=list("abcd")), tmp_path / "p.npz", tmp_path / "q.npz"
+    problem.save(path)
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    flipped = []
+    for place in rng.integers(0, len(whole), 60).tolist():
+        changed = bytearray(whole)
+        changed[place] ^= 1 << int(rng.integers(8))
+        flipped.append(bytes(changed))
+    for content in [*(whole[:size] for size in range(0, len(whole), 61)), *flipped]:
+        damaged.write_bytes(content)
+        try:
+            read = Problem.load(damaged)
+        except InvalidInputError:
+            continue
+        assert read.fingerprint == problem.fingerprint
