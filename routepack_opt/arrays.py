@@ -70,7 +70,7 @@ def integer_array(
             array = array.astype(np.int64)
         else:
             where = ""
-            if array.dtype.kind == "f":
+            if array.dtype.kind == "f" and array.ndim:
                 bad = np.argwhere(~np.isfinite(array))
                 if len(bad):
                     where = f"; {element} {int(bad[0][0])} is {array[tuple(bad[0])]}"

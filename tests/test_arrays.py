@@ -19,6 +19,9 @@ from routepack_opt.errors import Faults
         ([[1], [1, 2]], "ragged"),
         (np.array([2**63], dtype=np.uint64), "above the int64 range"),
         ([None, 1], "must hold integers"),
+        (float("nan"), "float64"),
+        (3, "0 axes"),
+        (np.ma.array([1, 2], mask=[0, 1]), "masked"),
     ],
 )
 def test_what_is_no_integer_is_refused(value: object, message: str) -> None:

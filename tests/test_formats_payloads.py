@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import collections
+import copy
 import io
 import json
 import pickle
 import zipfile
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,7 @@ import pytest
 from routepack_opt import formats, synthetic
 from routepack_opt.cost import CostModel, OperatorClass
 from routepack_opt.errors import InvalidInputError
-from routepack_opt.formats import payloads
+from routepack_opt.formats import grids, megatron, nemo_rl, payloads, prime_rl, sglang, trtllm, verl
 from routepack_opt.formats.payloads import Segment, join_segments
 from routepack_opt.plan import Plan
 from routepack_opt.problem import Problem
@@ -359,3 +361,139 @@ def test_a_packing_above_the_capacity_is_imported_for_violations_to_list() -> No
     packing = payloads.packing_from_cells(problem, [[[0, 1, 2, 3, 4]], []])
     found = violations(problem, Plan.of(problem, plan.placement, packing))
     assert found == ["cell (row 0, DP slot 0): 24 tokens in 5 samples are above the capacity 10"]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "words"),
+    [
+        ("vllm", "[" * 100_000, "is not JSON"),
+        ("vllm", '{"length": ' + "9" * 5000 + "}", "is not JSON"),
+        ("vllm", '{"choices": null}', "x.jsonl:1: choices must be a list of objects"),
+        ("vllm", '{"choices": [1]}', "choices must be a list of objects"),
+        ("vllm", '{"length": 1' + "0" * 30 + ', "routed_experts": [[[0, 1]]]}', "above the limit 2147483647"),
+        ("prime-rl", '{"segments": 3, "length": 2}', "segments must be a list"),
+        ("nemo-rl", '{"routed_experts": "nrlre1:int8:0x9' + "0" * 30 + 'x1:", "length": 2}', "no shape of an array"),
+        ("sglang", '{"meta_info": 3}', "meta_info is 3"),
+        ("sglang", '{"segments": 3, "length": 2}', "segments must be a list"),
+        ("sglang", '{"segments": [3], "length": 2}', "segment 0 must be an object"),
+        ("sglang", '{"segments": [{"meta_info": 3}], "length": 2}', "segment 0 must be an object"),
+    ],
+)
+def test_lines_that_are_no_samples_are_named(tmp_path: Path, name: str, line: str, words: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(line + "\n")
+    options: dict[str, int] = {"num_layers": 1, "top_k": 2} if name == "sglang" else {}
+    with pytest.raises(InvalidInputError, match=words):
+        formats.read(name, [path], num_experts=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_experts": 10**30}, "num_experts is 1000000000000000000000000000000, above the limit"),
+        ({"moe_layers": 1}, "moe_layers has 0 axes"),
+        ({"moe_layers": "x"}, "moe_layers has dtype"),
+        ({"moe_layers": [0.5]}, "moe_layers has dtype float64"),
+        ({"check_distinct": "maybe"}, "check_distinct is 'maybe'"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_named(tmp_path: Path, options: dict[str, object], words: str) -> None:
+    np.savez(tmp_path / "ids.npz", ids=np.array([[[0, 1]], [[2, 3]]]), offsets=np.array([0, 2]))
+    (tmp_path / "ids.jsonl").write_text('{"length": 2, "routed_experts": [[[0, 1]], [[2, 3]]]}\n')
+    for name, path in (("ids", "ids.npz"), ("vllm", "ids.jsonl")):
+        with pytest.raises(InvalidInputError, match=words):
+            formats.read(name, [tmp_path / path], **({"num_experts": 4} | options))  # type: ignore[arg-type]
+
+
+def test_a_missing_option_and_a_path_for_a_list_are_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="'sglang' needs the option top_k"):
+        formats.read("sglang", [tmp_path / "x.jsonl"], num_experts=4)
+    with pytest.raises(InvalidInputError, match="num_layers is 0; it must be an integer of at least 1"):
+        sglang.decode([[[0, 1]]], num_layers=0, top_k=2)
+    with pytest.raises(InvalidInputError, match="give a list of files"):
+        formats.read("ids", str(tmp_path / "ids.npz"), num_experts=4)  # type: ignore[arg-type]
+    np.savez(tmp_path / "v.npz", routed_experts=np.zeros((1, 2, 1, 2), dtype=int), lengths=np.array([np.nan]))
+    with pytest.raises(InvalidInputError, match="lengths has dtype float64"):
+        formats.read("verl", [tmp_path / "v.npz"], num_experts=4)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "words"),
+    [
+        ("trtllm", {"layer_updates_per_iter": "x"}, "layer_updates_per_iter is 'x'"),
+        ("trtllm", {"moe_layers": 3}, "moe_layers has 0 axes"),
+        ("megatron-placement", {"moe_layers": "x"}, "moe_layers has dtype"),
+        ("vllm", {"moe_layers": [0, 1], "num_hidden_layers": "x"}, "num_hidden_layers is 'x'"),
+    ],
+)
+def test_exporters_name_options_of_the_wrong_kind(
+    tmp_path: Path, target: str, options: dict[str, object], words: str
+) -> None:
+    problem, plan = planted()
+    with pytest.raises(InvalidInputError, match=words):
+        formats.export(target, problem, plan, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+IMPORTERS: dict[str, Any] = {
+    "megatron": megatron.import_packing,
+    "nemo-rl": nemo_rl.import_packing,
+    "prime-rl": prime_rl.import_packing,
+    "slime": grids.import_slime,
+    "torchtitan": grids.import_torchtitan,
+    "tunix": grids.import_tunix,
+    "verl": lambda problem, content: verl.import_packing(
+        problem, content["partitions"], content["micro_bsz_idx"], num_dummies=content["num_dummies"]
+    ),
+}
+READ_KEYS: dict[str, tuple[str, ...]] = {
+    "megatron": ("sample_id_groups", "num_dummies"),
+    "nemo-rl": ("sorted_indices", "micro_batch_indices", "elem_counts_per_gb", "num_dummies"),
+    "prime-rl": ("micro_batches", "num_dummies"),
+    "slime": ("partitions", "micro_batch_indices", "num_dummies"),
+    "torchtitan": ("grid",),
+    "tunix": ("packs", "pack_size"),
+    "verl": ("partitions", "micro_bsz_idx", "num_dummies"),
+}
+
+
+def spoilt(value: Any) -> list[Any]:
+    """The value with its first entry at each depth replaced by things that cannot stand there."""
+    strangers: list[Any] = [None, "x", 1.5, True, {}]
+    if isinstance(value, list) and value:
+        return [*strangers, *([entry, *value[1:]] for entry in spoilt(value[0])), 3]
+    return [*strangers, [], [1]]
+
+
+@pytest.mark.parametrize("name", list(IMPORTERS))
+def test_what_is_no_packing_of_a_format_is_refused_at_every_depth(name: str, tmp_path: Path) -> None:
+    problem, plan = planted()
+    path = tmp_path / "export"
+    formats.export(name, problem, plan, path)
+    content = json.loads(path.read_text())
+    assert evaluate(problem, Plan.of(problem, plan.placement, IMPORTERS[name](problem, content)))
+    for key in READ_KEYS[name]:
+        for value in spoilt(content.get(key, 0)):
+            with pytest.raises(InvalidInputError):
+                IMPORTERS[name](problem, copy.deepcopy(content) | {key: value})
+    if name != "verl":
+        for nothing in (None, [], "x", {}):
+            with pytest.raises(InvalidInputError):
+                IMPORTERS[name](problem, nothing)
+
+
+def test_places_of_what_is_no_integer_are_named() -> None:
+    assert payloads.listed(np.array([[1, 2]]), "x", depth=2) == [[1, 2]]
+    assert payloads.listed([(np.int64(1),)], "x", depth=2) == [[1]]
+    with pytest.raises(InvalidInputError, match=r"x\[1\]\[0\] is 1\.5; it must be an integer"):
+        payloads.listed([[1], [1.5]], "x", depth=2)
+    with pytest.raises(InvalidInputError, match=r"x\[0\] is 'ab'; it must be a list"):
+        payloads.listed(["ab"], "x", depth=2)
+
+
+@pytest.mark.parametrize("layers", [{"x": [0, 1]}, {"1": [0, 1], 1: [0, 1]}, {True: [0, 1]}, {"-1": [0, 1]}])
+def test_layers_without_a_number_are_refused(layers: dict[object, list[int]]) -> None:
+    with pytest.raises(InvalidInputError, match="layer numbers"):
+        megatron.import_placement({"layers": layers}, ep_size=1)
+    with pytest.raises(InvalidInputError, match="layer numbers"):
+        trtllm.import_placement({"initial_global_assignments": layers}, ep_size=1)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -86,11 +87,17 @@ def option_names(name: str, *, export: bool = False) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
-def _refuse_unknown_options(name: str, options: dict[str, Any], *, export: bool) -> None:
+def _refuse_options(name: str, function: Callable[..., Any], options: dict[str, Any], *, export: bool) -> None:
+    """Refuse options that the format does not know, and the lack of those it cannot do without."""
     known = option_names(name, export=export)
     faults = refuse_unknown(list(options), known, f"option of {name!r}")
     if faults and not known:
         faults = [f"{name!r} takes no options; got {', '.join(options)}"]
+    given = {*options, "num_experts"}
+    for parameter in inspect.signature(function).parameters.values():
+        required = parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.default is inspect.Parameter.empty
+        if required and parameter.name not in given:
+            faults.append(f"{name!r} needs the option {parameter.name}")
     if faults:
         raise InvalidInputError(faults)
 
@@ -125,7 +132,9 @@ def read(
         If the name or an option is unknown, or the reader refuses the files.
     """
     function = _load(READERS, name, "payload format")
-    _refuse_unknown_options(name, options, export=False)
+    _refuse_options(name, function, options, export=False)
+    if isinstance(paths, str | os.PathLike):
+        raise InvalidInputError(f"paths is {str(paths)!r}; give a list of files")
     if not paths:
         raise InvalidInputError(f"no file is given to read {name!r} from")
     found: Recording = function(paths, num_experts=num_experts, uncovered=uncovered, **options)
@@ -157,7 +166,7 @@ def export(name: str, problem: Problem, plan: Plan, path: files.PathLike, **opti
         the option that helps is named.
     """
     function = _load(EXPORTERS, name, "target")
-    _refuse_unknown_options(name, options, export=True)
+    _refuse_options(name, function, options, export=True)
     found: Export = function(problem, plan, **options)
     found.save(path)
     return found.notes

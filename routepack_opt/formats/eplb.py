@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routepack_opt.arrays import IntArray, integer_array
+from routepack_opt.counting import layer_numbers
 from routepack_opt.errors import Faults, InvalidInputError
 from routepack_opt.formats.payloads import Export, to_numpy
 from routepack_opt.plan import Placement, Plan, placement_faults
@@ -51,6 +52,9 @@ def placement_maps(
     faults.extend(placement_faults(problem, plan.placement))
     if problem.num_layers == 0:
         faults.add("the problem has no recorded routing, so there is no placement to export")
+    is_number = isinstance(num_hidden_layers, int) and not isinstance(num_hidden_layers, bool)
+    if num_hidden_layers is not None and not is_number:
+        faults.add(f"num_hidden_layers is {num_hidden_layers!r}; it must be an integer")
     if (moe_layers is None) != (num_hidden_layers is None):
         faults.add("moe_layers and num_hidden_layers are given together or not at all")
     faults.raise_if_any("export")
@@ -72,7 +76,7 @@ def checked_layers(moe_layers: Sequence[int], num_layers: int, *, num_hidden_lay
         If their number differs, or one is negative, repeated or beyond the model.
     """
     faults = Faults()
-    layers = [int(layer) for layer in moe_layers]
+    layers = layer_numbers(moe_layers)
     if len(layers) != num_layers:
         faults.add(f"moe_layers names {len(layers)} layers; the problem has {num_layers}")
     if len(set(layers)) != len(layers):

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from routepack_opt.errors import Faults, InvalidInputError
-from routepack_opt.formats.payloads import Export, loss_fields, packing_from_cells, padded_cells
+from routepack_opt.formats.payloads import (
+    Export,
+    listed,
+    loss_fields,
+    num_dummies_of,
+    packing_from_cells,
+    padded_cells,
+    require_keys,
+)
 from routepack_opt.plan import Packing, Plan
 from routepack_opt.problem import Problem
 
@@ -69,26 +77,24 @@ def import_slime(problem: Problem, content: Mapping[str, Any]) -> Packing:
     InvalidInputError
         If a key is missing, an index is out of range, or samples are missing or repeated.
     """
-    faults = Faults()
-    for key in ("partitions", "micro_batch_indices"):
-        if key not in content:
-            faults.add(f"{key} is missing")
-    faults.raise_if_any("slime packing")
-    partitions, indices = content["partitions"], content["micro_batch_indices"]
+    require_keys(content, ["partitions", "micro_batch_indices"], "slime packing")
+    partitions = listed(content["partitions"], "partitions", depth=2)
+    indices = listed(content["micro_batch_indices"], "micro_batch_indices", depth=3)
     if len(partitions) != len(indices):
         raise InvalidInputError(
             f"{len(partitions)} partitions, but micro_batch_indices of {len(indices)} ranks", context="slime packing"
         )
+    faults = Faults()
     cells: list[list[list[int]]] = []
     for rank, (part, micro) in enumerate(zip(partitions, indices, strict=True)):
         cells.append([])
         for k, local in enumerate(micro):
             for j in local:
-                if not 0 <= int(j) < len(part):
+                if not 0 <= j < len(part):
                     faults.add(f"rank {rank}, micro-batch {k}: index {j} is outside its {len(part)} samples")
-            cells[-1].append([part[int(j)] for j in local if 0 <= int(j) < len(part)])
+            cells[-1].append([part[j] for j in local if 0 <= j < len(part)])
     faults.raise_if_any("slime packing")
-    return packing_from_cells(problem, cells, num_dummies=int(content.get("num_dummies", 0)))
+    return packing_from_cells(problem, cells, num_dummies=num_dummies_of(content))
 
 
 def export_torchtitan(problem: Problem, plan: Plan, *, num_microbatches: int | None = None) -> Export:
@@ -133,9 +139,9 @@ def import_torchtitan(problem: Problem, content: Mapping[str, Any]) -> Packing:
     InvalidInputError
         If ``grid`` is missing, or samples are missing, repeated or unknown.
     """
-    if "grid" not in content:
-        raise InvalidInputError("grid is missing", context="torchtitan packing")
-    return packing_from_cells(problem, _by_rank([row for group in content["grid"] for row in group]))
+    require_keys(content, ["grid"], "torchtitan packing")
+    grid = listed(content["grid"], "grid", depth=4)
+    return packing_from_cells(problem, _by_rank([row for group in grid for row in group]))
 
 
 def export_tunix(problem: Problem, plan: Plan) -> Export:
@@ -166,12 +172,9 @@ def import_tunix(problem: Problem, content: Mapping[str, Any]) -> Packing:
         If a key is missing, packs do not fill rows of ``pack_size``, or samples are
         missing, repeated or unknown.
     """
-    faults = Faults()
-    for key in ("packs", "pack_size"):
-        if key not in content:
-            faults.add(f"{key} is missing")
-    faults.raise_if_any("tunix packing")
-    packs, size = content["packs"], int(content["pack_size"])
+    require_keys(content, ["packs", "pack_size"], "tunix packing")
+    packs = listed(content["packs"], "packs", depth=2)
+    size = listed(content["pack_size"], "pack_size", depth=0)
     if size < 1 or len(packs) % size:
         raise InvalidInputError(f"{len(packs)} packs are no multiple of pack_size {size}", context="tunix packing")
     return packing_from_cells(problem, _by_rank([packs[k : k + size] for k in range(0, len(packs), size)]))

@@ -21,14 +21,17 @@ from routepack_opt.counting import count_routing
 from routepack_opt.errors import Faults, InvalidInputError
 from routepack_opt.formats.eplb import checked_layers, placement_maps
 from routepack_opt.formats.payloads import (
-    AnyArray,
     Export,
     Recording,
+    by_layer_number,
+    listed,
     loss_fields,
+    num_dummies_of,
     packing_from_cells,
     padded_cells,
     read_torch,
     recording,
+    require_keys,
     to_numpy,
 )
 from routepack_opt.plan import Packing, Placement, Plan
@@ -208,15 +211,14 @@ def import_packing(problem: Problem, content: Mapping[str, Any]) -> Packing:
         If the key is missing, microbatches differ in their number of ranks, or
         samples are missing, repeated or unknown.
     """
-    if "sample_id_groups" not in content:
-        raise InvalidInputError("sample_id_groups is missing", context="Megatron packing")
-    groups = content["sample_id_groups"]
+    require_keys(content, ["sample_id_groups"], "Megatron packing")
+    groups = listed(content["sample_id_groups"], "sample_id_groups", depth=3)
     widths = {len(group) for group in groups}
     if len(widths) > 1:
         raise InvalidInputError(f"microbatches have {min(widths)} to {max(widths)} ranks", context="Megatron packing")
     ranks = widths.pop() if widths else 0
     cells = [[group[rank] for group in groups] for rank in range(ranks)]
-    return packing_from_cells(problem, cells, num_dummies=int(content.get("num_dummies", 0)))
+    return packing_from_cells(problem, cells, num_dummies=num_dummies_of(content))
 
 
 def export_placement(problem: Problem, plan: Plan, *, moe_layers: Sequence[int] | None = None) -> Export:
@@ -253,8 +255,7 @@ def export_placement(problem: Problem, plan: Plan, *, moe_layers: Sequence[int] 
 
 def import_placement(content: Mapping[str, Any], *, ep_size: int) -> Placement:
     """Turn a permutation per layer back into a placement; layers in ascending number."""
-    layers = content.get("layers")
+    layers = content.get("layers") if isinstance(content, Mapping) else None
     if not isinstance(layers, Mapping) or not layers:
         raise InvalidInputError("layers is missing", context="Megatron placement")
-    slots: AnyArray = np.array([layers[key] for key in sorted(layers, key=int)])
-    return Placement.from_slots(slots, ep_size=ep_size)
+    return Placement.from_slots(by_layer_number(layers, "layers"), ep_size=ep_size)

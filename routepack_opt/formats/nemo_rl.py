@@ -25,10 +25,13 @@ from routepack_opt.formats.payloads import (
     integer_ids,
     json_lines,
     json_samples,
+    listed,
     loss_fields,
+    num_dummies_of,
     packing_from_cells,
     padded_cells,
     read_samples,
+    require_keys,
 )
 from routepack_opt.plan import Packing, Plan
 from routepack_opt.problem import Problem
@@ -179,21 +182,25 @@ def import_packing(problem: Problem, content: Mapping[str, Any]) -> Packing:
     InvalidInputError
         If a key is missing, ranges do not tile a shard, or samples are missing or repeated.
     """
+    require_keys(content, ["sorted_indices", "micro_batch_indices", "elem_counts_per_gb"], "NeMo-RL packing")
+    order = listed(content["sorted_indices"], "sorted_indices", depth=1)
+    shards = listed(content["micro_batch_indices"], "micro_batch_indices", depth=4)
+    counts_of_shard = listed(content["elem_counts_per_gb"], "elem_counts_per_gb", depth=2)
     faults = Faults()
-    for key in ("sorted_indices", "micro_batch_indices", "elem_counts_per_gb"):
-        if key not in content:
-            faults.add(f"{key} is missing")
-    faults.raise_if_any("NeMo-RL packing")
-    order = [int(i) for i in content["sorted_indices"]]
+    if list(map(len, shards)) != list(map(len, counts_of_shard)):
+        faults.add("micro_batch_indices and elem_counts_per_gb differ in their shards or chunks")
+        faults.raise_if_any("NeMo-RL packing")
     cells: list[list[list[int]]] = []
     start = 0
-    for shard, (chunks, counts) in enumerate(
-        zip(content["micro_batch_indices"], content["elem_counts_per_gb"], strict=True)
-    ):
+    for shard, (chunks, counts) in enumerate(zip(shards, counts_of_shard, strict=True)):
         cells.append([])
         for chunk, (ranges, count) in enumerate(zip(chunks, counts, strict=True)):
             end = 0
-            for first, last in ranges:
+            for ends in ranges:
+                if len(ends) != 2:
+                    faults.add(f"shard {shard}, chunk {chunk}: {ends} is no range [start, end)")
+                    break
+                first, last = ends
                 if first != end or last < first or last > count:
                     faults.add(
                         f"shard {shard}, chunk {chunk}: range [{first}, {last}) does not follow {end} of {count}"
@@ -207,4 +214,4 @@ def import_packing(problem: Problem, content: Mapping[str, Any]) -> Packing:
     if start != len(order):
         faults.add(f"shards hold {start} samples, sorted_indices {len(order)}")
     faults.raise_if_any("NeMo-RL packing")
-    return packing_from_cells(problem, cells, num_dummies=int(content.get("num_dummies", 0)))
+    return packing_from_cells(problem, cells, num_dummies=num_dummies_of(content))

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from routepack_opt import files
 from routepack_opt.arrays import IntArray
 from routepack_opt.batch import RoutingBatch
-from routepack_opt.counting import Coverage, RoutingCounter, RoutingCounts
+from routepack_opt.counting import Coverage, RoutingCounter, RoutingCounts, layer_numbers
 from routepack_opt.errors import Faults, InvalidInputError
 from routepack_opt.plan import Packing, Plan
 from routepack_opt.problem import Problem
@@ -38,6 +38,7 @@ __all__ = [
     "SampleRoutes",
     "Segment",
     "array_of_bytes",
+    "by_layer_number",
     "cells_of_plan",
     "checked_plan",
     "decode_base64",
@@ -45,13 +46,16 @@ __all__ = [
     "integer_ids",
     "join_segments",
     "json_lines",
+    "listed",
     "loss_fields",
     "npy_bytes",
+    "num_dummies_of",
     "packing_from_cells",
     "padded_cells",
     "read_samples",
     "read_torch",
     "recording",
+    "require_keys",
     "require_ranks",
     "to_numpy",
     "tokens_of",
@@ -198,7 +202,10 @@ def array_of_bytes(data: bytes, dtype: str, shape: tuple[int, ...], what: str, *
     wanted = int(np.prod(shape, dtype=object)) * stored.itemsize
     if len(data) != wanted:
         raise InvalidInputError(f"{what}: {len(data)} bytes, but {shown} of {dtype} are {wanted} (truncated?)")
-    return np.frombuffer(data, dtype=stored).reshape(shape)
+    try:
+        return np.frombuffer(data, dtype=stored).reshape(shape)
+    except (ValueError, OverflowError) as error:  # no bytes at all, and an axis beyond what an array can have
+        raise InvalidInputError(f"{what}: {shown} is no shape of an array: {error}") from error
 
 
 def npy_bytes(data: bytes, what: str) -> AnyArray:
@@ -416,7 +423,7 @@ def read_samples(
     groups: list[str | None] = []
     for sample in samples:
         if counter is None:
-            layers = None if moe_layers is None else [int(layer) for layer in moe_layers]
+            layers = None if moe_layers is None else layer_numbers(moe_layers)
             if layers is not None and sample.ids.ndim == 3 and sample.ids.shape[1] == len(layers):
                 layers = None
             counter = RoutingCounter(
@@ -491,7 +498,7 @@ def json_lines(paths: Sequence[files.PathLike], *, progress: bool) -> Iterator[t
                     where = f"{source.name}:{number}"
                     try:
                         value = json.loads(line)
-                    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    except (ValueError, RecursionError) as error:
                         raise InvalidInputError(f"{where} is not JSON (truncated?): {error}") from error
                     if not isinstance(value, dict):
                         raise InvalidInputError(f"{where} is a JSON {type(value).__name__}; an object was expected")
@@ -710,7 +717,67 @@ def padded_cells(
     return cells, added, notes
 
 
-def packing_from_cells(problem: Problem, cells: Sequence[Sequence[Sequence[int]]], *, num_dummies: int = 0) -> Packing:
+def require_keys(content: Any, keys: Sequence[str], context: str) -> None:
+    """Refuse what lacks a key, naming all that are missing.
+
+    Raises
+    ------
+    InvalidInputError
+        If a key is missing, or ``content`` is no mapping.
+    """
+    if not isinstance(content, Mapping):
+        raise InvalidInputError(f"the content is {content!r:.40}; an object was expected", context=context)
+    faults = Faults()
+    for key in keys:
+        if key not in content:
+            faults.add(f"{key} is missing")
+    faults.raise_if_any(context)
+
+
+def listed(value: Any, what: str, *, depth: int) -> Any:
+    """Integers in lists in lists, ``depth`` deep, as Python's own; ``depth`` 0 is an integer.
+
+    Raises
+    ------
+    InvalidInputError
+        Naming the place of what is no list, or no integer.
+    """
+    if hasattr(value, "tolist"):  # arrays and tensors
+        value = value.tolist()
+    if depth == 0:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidInputError(f"{what} is {value!r:.40}; it must be an integer")
+        return value
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise InvalidInputError(f"{what} is {value!r:.40}; it must be a list")
+    return [listed(item, f"{what}[{k}]", depth=depth - 1) for k, item in enumerate(value)]
+
+
+def by_layer_number(rows: Mapping[Any, Any], what: str) -> list[Any]:
+    """Entries of a mapping from layer numbers, in ascending number.
+
+    Raises
+    ------
+    InvalidInputError
+        If a key is no layer number, or two keys are the same one.
+    """
+    numbers: dict[int, Any] = {}
+    for key, row in rows.items():
+        text = str(key)
+        if isinstance(key, bool) or not text.isdecimal() or int(text) in numbers:
+            raise InvalidInputError(f"{what} has the key {key!r:.40}; layer numbers, each once, were expected")
+        numbers[int(text)] = row
+    return [numbers[number] for number in sorted(numbers)]
+
+
+def num_dummies_of(content: Mapping[str, Any]) -> int:
+    """Dummies that an export was filled up with."""
+    return _positive(content.get("num_dummies", 0), "num_dummies", least=0)
+
+
+def packing_from_cells(
+    problem: Problem, cells: Sequence[Sequence[Sequence[int]]], *, num_dummies: int = 0, what: str = "cells"
+) -> Packing:
     """Turn someone's microbatches into a packing that can be scored.
 
     Parameters
@@ -721,6 +788,8 @@ def packing_from_cells(problem: Problem, cells: Sequence[Sequence[Sequence[int]]
         numbers of microbatches.
     num_dummies : int
         Ids N .. N + num_dummies - 1 are padding and left out.
+    what : str
+        Name of the cells in messages.
 
     Returns
     -------
@@ -734,6 +803,7 @@ def packing_from_cells(problem: Problem, cells: Sequence[Sequence[Sequence[int]]
         If a sample is missing, repeated or unknown, or there are more DP ranks
         than the problem has slots: each is named.
     """
+    cells = listed(cells, what, depth=3)
     faults = Faults()
     num_samples = problem.num_samples
     rows = np.full(num_samples, -1, dtype=np.int64)
@@ -742,8 +812,7 @@ def packing_from_cells(problem: Problem, cells: Sequence[Sequence[Sequence[int]]
         faults.add(f"{len(cells)} DP ranks; the problem has dp_size {problem.dp_size}")
     for slot, microbatches in enumerate(cells):
         for row, cell in enumerate(microbatches):
-            for sample in cell:
-                i = int(sample)
+            for i in cell:
                 if not 0 <= i < num_samples:
                     if not num_samples <= i < num_samples + num_dummies:
                         faults.add(f"(row {row}, DP rank {slot}): sample {i} is outside 0..{num_samples - 1}")

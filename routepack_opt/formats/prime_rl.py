@@ -25,9 +25,11 @@ from routepack_opt.formats.payloads import (
     json_lines,
     json_samples,
     loss_fields,
+    num_dummies_of,
     packing_from_cells,
     padded_cells,
     read_samples,
+    require_keys,
 )
 from routepack_opt.plan import Packing, Plan
 from routepack_opt.problem import Problem
@@ -93,7 +95,8 @@ def encode(ids: npt.ArrayLike, *, num_experts: int, start: int = 0) -> dict[str,
 def _with_starts(lines: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Give segments their payload's own start."""
     for where, value in lines:
-        for part in value.get("segments") or []:
+        segments = value.get("segments")
+        for part in segments if isinstance(segments, list) else []:
             if isinstance(part, dict) and isinstance(part.get("routed_experts"), dict):
                 part.setdefault("start", part["routed_experts"].get("start", 0))
         yield where, value
@@ -172,6 +175,7 @@ def import_packing(problem: Problem, content: Mapping[str, Any]) -> Packing:
     InvalidInputError
         If ``micro_batches`` is missing, or samples are missing, repeated or unknown.
     """
-    if "micro_batches" not in content:
-        raise InvalidInputError("micro_batches is missing", context="prime-rl packing")
-    return packing_from_cells(problem, content["micro_batches"], num_dummies=int(content.get("num_dummies", 0)))
+    require_keys(content, ["micro_batches"], "prime-rl packing")
+    return packing_from_cells(
+        problem, content["micro_batches"], num_dummies=num_dummies_of(content), what="micro_batches"
+    )

@@ -72,6 +72,9 @@ def decode(
     InvalidInputError
         If the payload is empty or its size is no multiple of ``num_layers`` · ``top_k``.
     """
+    for name, value in (("num_layers", num_layers), ("top_k", top_k)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise InvalidInputError(f"{name} is {value!r}; it must be an integer of at least 1")
     valid = None
     if isinstance(payload, Mapping):
         if not payload:
@@ -108,14 +111,20 @@ def _response_samples(
 ) -> Iterator[SampleRoutes]:
     for where, response in responses:
         meta = response.get("meta_info", response)
+        if not isinstance(meta, Mapping):
+            raise InvalidInputError(f"{where}: meta_info is {meta!r:.40}; an object was expected")
         name = meta.get("id", response.get("id"))
         what = where if name is None else f"{where} ({name})"
         group = response.get("group_id", meta.get("group_id"))
         length = tokens_of({**meta, **{k: v for k, v in response.items() if k != "meta_info"}}, what)
         if "segments" in response:
             parts = []
+            if not isinstance(response["segments"], Sequence) or isinstance(response["segments"], str):
+                raise InvalidInputError(f"{what}: segments must be a list")
             for k, part in enumerate(response["segments"]):
-                part_meta = part.get("meta_info", part)
+                part_meta = part.get("meta_info", part) if isinstance(part, Mapping) else None
+                if not isinstance(part_meta, Mapping):
+                    raise InvalidInputError(f"{what}: segment {k} must be an object, with meta_info or without")
                 ids, valid = decode(part_meta.get("routed_experts"), num_layers=num_layers, top_k=top_k, what=what)
                 if valid is not None:
                     ids = np.where(valid[:, None, None], ids, -1)

@@ -18,7 +18,7 @@ from routepack_opt import files
 from routepack_opt.arrays import IntArray
 from routepack_opt.errors import Faults, InvalidInputError
 from routepack_opt.formats.eplb import checked_layers, placement_maps
-from routepack_opt.formats.payloads import Export, Recording, require_ranks
+from routepack_opt.formats.payloads import Export, Recording, by_layer_number, require_ranks
 from routepack_opt.formats.sglang import micro_steps
 from routepack_opt.plan import Placement, Plan
 from routepack_opt.problem import Problem
@@ -185,8 +185,9 @@ def export(
         ``num_slots``, ``initial_global_assignments`` {layer: expert of each slot},
         ``layer_updates_per_iter``.
     """
-    if isinstance(layer_updates_per_iter, bool) or layer_updates_per_iter < 0:
-        raise InvalidInputError(f"layer_updates_per_iter is {layer_updates_per_iter!r}; it must be at least 0")
+    updates = layer_updates_per_iter
+    if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
+        raise InvalidInputError(f"layer_updates_per_iter is {updates!r}; it must be an integer of at least 0")
     maps = placement_maps(problem, plan)
     numbers = range(problem.num_layers) if moe_layers is None else checked_layers(moe_layers, problem.num_layers)
     content = {
@@ -221,4 +222,4 @@ def import_placement(source: Mapping[str, Any] | files.PathLike, *, ep_size: int
     assignments = value.get("initial_global_assignments") if isinstance(value, Mapping) else None
     if not isinstance(assignments, Mapping) or not assignments:
         raise InvalidInputError("initial_global_assignments is missing", context="load balancer configuration")
-    return from_map([assignments[layer] for layer in sorted(assignments, key=int)], ep_size=ep_size)
+    return from_map(by_layer_number(assignments, "initial_global_assignments"), ep_size=ep_size)

@@ -21,6 +21,7 @@ from routepack_opt.formats.payloads import (
     Export,
     Recording,
     SampleRoutes,
+    listed,
     loss_fields,
     packing_from_cells,
     padded_cells,
@@ -75,6 +76,8 @@ def _samples(data: Any) -> Iterator[SampleRoutes]:
         mask = mask != 0
     else:
         lengths = to_numpy(tensors["lengths"], "lengths")
+        if lengths.dtype.kind not in "iu":
+            raise InvalidInputError(f"lengths has dtype {lengths.dtype}; it must hold integers", context="verl batch")
         if lengths.shape != (num_samples,):
             raise InvalidInputError(f"lengths is {list(lengths.shape)} for {num_samples} samples", context="verl batch")
     names = to_numpy_text(others, "uid", num_samples)
@@ -247,6 +250,9 @@ def import_packing(
     InvalidInputError
         If ranks differ in number, or an index is out of range, repeated or missing.
     """
+    partitions = listed(partitions, "partitions", depth=2)
+    micro_bsz_idx = listed(micro_bsz_idx, "micro_bsz_idx", depth=3)
+    num_dummies = listed(num_dummies, "num_dummies", depth=0)
     faults = Faults()
     if len(partitions) != len(micro_bsz_idx):
         faults.add(f"{len(partitions)} partitions, but micro_bsz_idx of {len(micro_bsz_idx)} ranks")
@@ -255,10 +261,10 @@ def import_packing(
     for rank, (part, micro) in enumerate(zip(partitions, micro_bsz_idx, strict=True)):
         cells.append([])
         for k, indices in enumerate(micro):
-            outside = [int(j) for j in indices if not 0 <= int(j) < len(part)]
+            outside = [j for j in indices if not 0 <= j < len(part)]
             if outside:
                 faults.add(f"rank {rank}, micro-batch {k}: index {outside[0]} is outside its {len(part)} samples")
-            cells[-1].append([int(part[int(j)]) for j in indices if 0 <= int(j) < len(part)])
+            cells[-1].append([part[j] for j in indices if 0 <= j < len(part)])
     faults.raise_if_any("verl packing")
     return packing_from_cells(problem, cells, num_dummies=num_dummies)
 

@@ -141,7 +141,10 @@ def _choices(lines: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str,
         name = value.get("request_id", value.get("id"))
         if name is not None:
             shared.setdefault("group_id", name)
-        for k, choice in enumerate(value["choices"]):
+        choices = value["choices"]
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise InvalidInputError(f"{where}: choices must be a list of objects")
+        for k, choice in enumerate(choices):
             sample = {**shared, **choice}
             if name is not None:
                 sample["sample_id"] = f"{name}/{choice.get('index', k)}"
