@@ -170,7 +170,7 @@ def solve(
     from routepack_opt.plan import Plan
 
     if plan_out is not None:
-        _check_folder(plan_out)
+        _check_folder(plan_out, problem)
     loaded = _load(problem, prove_rows)
     result = planning.solve(
         loaded,
@@ -299,8 +299,11 @@ def compare(
         out.print(f"figure written to {escape(saved)}")
 
 
-def _check_folder(path: Path) -> None:
-    """Refuse before the work is done what could not be written after it."""
+def _check_folder(path: Path, *inputs: str | Path) -> None:
+    """Refuse before the work is done what could not be written after it, or only over an input."""
+    for source in inputs:
+        if path.exists() and Path(source).exists() and path.samefile(source):
+            raise InvalidInputError(f"{path} is what is read; writing there would destroy it, name another file")
     if path.is_dir():
         raise InvalidInputError(f"{path} is a folder; name a file")
     if not path.parent.is_dir():
@@ -444,6 +447,7 @@ def export_plan(
     from routepack_opt import formats
     from routepack_opt.plan import Plan
 
+    _check_folder(path, problem, plan)
     loaded = _load(problem)
     found = Plan.load(plan, loaded)
     written = formats.export(to, loaded, found, path, **_options(option or []))
@@ -487,7 +491,7 @@ def count(
             faults.add(f"{flag} is {value or 'missing'}; it must be at least 1")
     faults.raise_if_any("count")
     assert problem_out is not None
-    _check_folder(problem_out)
+    _check_folder(problem_out, *sources)
     batch, coverage = formats.read(
         source_format, sources, num_experts=num_experts, uncovered=uncovered, **_options(option or [])
     )

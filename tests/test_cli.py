@@ -211,6 +211,27 @@ def test_a_trailing_option_without_its_value() -> None:
     assert "--seed" in json.loads(ran.stdout)["error"]
 
 
+def test_an_input_is_never_written_over(problem: Path, tmp_path: Path) -> None:
+    plan, ids = tmp_path / "plan.json", tmp_path / "ids.npz"
+    machine("solve", problem, "-p", "lpt+ffd", "--out", plan)
+    np.savez(ids, ids=np.array([[[0, 1]], [[2, 3]]]), offsets=np.array([0, 2]))
+    (tmp_path / "link.npz").symlink_to(problem)
+    before = {path: path.read_bytes() for path in (problem, plan, ids)}
+    for arguments in (
+        ["solve", problem, "-p", "lpt+ffd", "--out", problem],
+        ["solve", problem, "-p", "lpt+ffd", "--out", tmp_path / "link.npz"],
+        ["export", plan, "--problem", problem, "--to", "verl", "--out", problem],
+        ["export", plan, "--problem", problem, "--to", "verl", "--out", plan],
+        ["count", ids, "--out", ids, "--num-experts", 4, "--capacity", 8, "--ep-size", 2],
+    ):
+        ran = run(*arguments)
+        assert ran.exit_code == 2
+        assert "is what is read" in " ".join(ran.stderr.split())
+    assert before == {path: path.read_bytes() for path in before}
+    # A plan may replace the one it started from.
+    machine("solve", problem, "--warm-start", plan, "--iteration-limit", 100, "--out", plan)
+
+
 def test_version_and_help() -> None:
     from routepack_opt import __version__
 
