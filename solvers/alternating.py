@@ -12,8 +12,12 @@ turned around here.
 2. Place experts for the blocks of that packing, all layers in parallel
    (:mod:`routepack_opt.solvers.replacing`).
 3. Anneal the packing gently on the exact score under the new placement, place
-   again, and so on while time is left; the best plan by the exact
-   lexicographic score is kept.
+   again, and so on; the best plan by the exact lexicographic score is kept.
+
+Where there are few experts a rank, packing has more to choose than placement
+and has to be annealed in earnest. Steps 2 and 3 then become one annealing run
+that cools once: short walks over packings and single visits of every expert,
+each at the temperature of the moment, take turns.
 """
 
 from __future__ import annotations
@@ -58,9 +62,22 @@ _SMALL_STARTS = 8
 #: the planner's own.
 _SMALL_WEIGHTS = (0.5, 1.0)
 
-#: First temperature of a repacking where packing leads.
-_HOT_REPACK = 3e-4
 _REPACK = leveling.Schedule(first=5e-5, last=2e-6, exchange_share=0.02)
+#: How much hotter a repacking starts where all the choice is packing's.
+_HOT_REPACK = 6.0
+#: From this share of packing on, expert swaps and packing moves are mixed in one annealing run, at temperatures of
+#: repacking times this factor to the power of the share, in so many turns.
+_MIXED_FROM = 0.3
+_HOT_MIXED = 64.0
+_MIXED_TURNS = 20
+#: Share of the budget of a mixed run for the first packing.
+_MIXED_SHARE = 0.15
+#: Visits of an expert in the placement a mixed run starts from.
+_MIXED_SWEEPS = 10.0
+#: Temperature of expert swaps in a mixed run, at its start and its end.
+_MIXED_PLACEMENT = (2e-3, 2e-4)
+#: Share of the first packing spent on the spread where placement has all the choice.
+_SPREAD_SHARE = 0.6
 
 
 @dataclass(frozen=True)
@@ -71,10 +88,16 @@ class Alternating(Solver):
     ----------
     rounds : int
         Placements, each followed by a repacking; the time limit ends them earlier.
+        Has no meaning where ``mixed``.
+    mixed : bool or None
+        Mix expert swaps and packing moves in one annealing run instead of taking
+        long turns. Default: where packing has much of the choice, see
+        :func:`packing_leads`. Problems of at most 64 samples and runs with a
+        ``move_limit`` always take turns.
     packing_share : float or None
         Share of the budget for the first packing; half of it is the share of
-        every repacking. Default: a quarter, and up to three quarters where the
-        routing weight is high.
+        every repacking but the last, which takes what is left. Default: a quarter,
+        and up to three quarters where the routing weight is high; 0.15 of a mixed run.
     routing_weight : float or None
         Share, in 0..1, of the routing term in the first packing; above 0 a
         placement for the window comes first. Default: by how much there is to
@@ -99,7 +122,8 @@ class Alternating(Solver):
     """
 
     name: ClassVar[str] = "alternating"
-    rounds: int = 2
+    rounds: int = 3
+    mixed: bool | None = None
     packing_share: float | None = None
     routing_weight: float | None = None
     sweeps: float | None = None
@@ -111,6 +135,8 @@ class Alternating(Solver):
         faults = Faults()
         if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 1:
             faults.add(f"rounds is {self.rounds!r}; it must be an integer of at least 1")
+        if self.mixed is not None and not isinstance(self.mixed, bool):
+            faults.add(f"mixed is {self.mixed!r}; it must be True, False or None")
         share, weight = self.packing_share, self.routing_weight
         if share is not None and (not _is_number(share) or not 0 < share < 1):
             faults.add(f"packing_share is {share!r}; it must be None or a number between 0 and 1")
@@ -124,6 +150,11 @@ class Alternating(Solver):
     def plan(self, problem: Problem, run: Run) -> Plan | None:
         """Plan; None if no feasible packing is found."""
         return _Turns(self, problem, run).plan()
+
+
+def _between(first: float, last: float, fraction: float) -> float:
+    """Geometric interpolation."""
+    return first * math.exp(math.log(last / first) * fraction)
 
 
 def _is_number(value: object) -> bool:
@@ -161,8 +192,17 @@ class _Turns:
         self.seed = int(run.rng.integers(2**62))
         leads = packing_leads(problem)
         self.weight = leads if options.routing_weight is None else options.routing_weight
-        self.share = 0.25 + 0.5 * self.weight if options.packing_share is None else options.packing_share
-        self.schedule = replace(_REPACK, first=_REPACK.first * (_HOT_REPACK / _REPACK.first) ** leads)
+        # Where few experts may move, every placement starts from the previous one, so short visits lead nowhere.
+        turns_only = self.small or (options.move_limit is not None and run.previous_placement is not None)
+        self.mixed = (leads >= _MIXED_FROM if options.mixed is None else options.mixed) and not turns_only
+        heat = math.pow(_HOT_MIXED, leads) if self.mixed else 1.0
+        self.schedule = replace(
+            _REPACK,
+            first=_REPACK.first * (heat if self.mixed else math.pow(_HOT_REPACK, leads)),
+            last=_REPACK.last * heat,
+        )
+        share = _MIXED_SHARE if self.mixed else 0.25 + 0.5 * self.weight
+        self.share = share if options.packing_share is None else options.packing_share
 
     def plan(self) -> Plan | None:
         """Take turns until the budget is used up; the best plan of the run."""
@@ -200,6 +240,9 @@ class _Turns:
         if math.isfinite(run.time_left()) and not self.small:
             ranks = self.replace(packing, ranks, _FIRST_SWEEPS, number=(start, 0), descent=False)
             self.archive(Plan.of(problem, self.placement(ranks), packing))
+        if self.mixed:
+            self.mix(packing, ranks, start)
+            return True
         for turn in range(options.rounds):
             if self.planned and self.exhausted():
                 break
@@ -209,10 +252,50 @@ class _Turns:
             self.archive(Plan.of(problem, placement, packing))
             if self.exhausted():
                 break
-            packing = self.repack(placement, packing, number=(start, turn))
+            share = 1.0 if turn + 1 == options.rounds and not self.small else self.share / 2.0
+            packing = self.repack(placement, packing, share=share, number=(start, turn))
             self.archive(Plan.of(problem, placement, packing))
             run.progress(None if self.small else (turn + 1) / options.rounds)
         return True
+
+    def mix(self, packing: Packing, ranks: npt.NDArray[np.int32], start: int) -> None:
+        """One annealing run over packings and placements: short walks and single visits of every expert in turn."""
+        problem, run, schedule = self.problem, self.run, self.schedule
+        ranks = self.replace(packing, ranks, _MIXED_SWEEPS, number=(start, 1))
+        begin, seconds = run.time(), run.time_left()
+        iterations = self.iterations_left
+        visits = problem.num_layers * problem.num_experts
+        walk = max(1, (_REPACK_PROPOSALS if iterations is None else iterations // _MIXED_TURNS) - visits)
+        stream = self.generator(2, (start, 0)).integers(0, 2**64, size=1, dtype=np.uint64)
+        for turn in range(_MIXED_TURNS):
+            placement = self.placement(ranks)
+            self.archive(Plan.of(problem, placement, packing))
+            if self.exhausted():
+                return
+            with run.stage("repacking"):
+                loads = BlockLoads(MoveTables.of(problem, placement), packing.row_of_sample, packing.dp_slot_of_sample)
+                until = begin + seconds * (turn + 1) / _MIXED_TURNS
+                done = leveling.polish(
+                    loads,
+                    stream,
+                    replace(
+                        schedule,
+                        first=_between(schedule.first, schedule.last, turn / _MIXED_TURNS),
+                        last=_between(schedule.first, schedule.last, (turn + 1) / _MIXED_TURNS),
+                    ),
+                    num_proposals=None if math.isfinite(seconds) and iterations is None else walk,
+                    seconds=until - run.time() if math.isfinite(seconds) else math.inf,
+                    clock=run.time,
+                    heated=False,
+                    stopped=run.stopped,
+                )
+            self.spend(done)
+            self.archive(Plan.of(problem, placement, Packing.from_arrays(*loads.best_packing())))
+            packing = Packing.from_arrays(*loads.packing())
+            warm = _between(*_MIXED_PLACEMENT, (turn + 1) / _MIXED_TURNS)
+            ranks = self.replace(packing, ranks, 1.0, number=(start, 2 + turn), temperatures=(warm, 0.3 * warm))
+            run.progress((turn + 1) / _MIXED_TURNS)
+        self.archive(Plan.of(problem, self.placement(ranks), packing))
 
     # -- budget -----------------------------------------------------------------------------------------------
 
@@ -295,7 +378,12 @@ class _Turns:
             problem,
             tables,
             run,
-            leveling.Leveling(num_chains=1) if self.small else leveling.Leveling(),
+            leveling.Leveling(num_chains=1)
+            if self.small
+            else leveling.Leveling(spread_share=max(0.1, _SPREAD_SHARE * (1.0 - weight))),
+            schedule=leveling.Schedule()
+            if self.small
+            else leveling.Schedule(first=5e-5 * 6.0**weight, last=5e-6 * 2.0**weight),
             rng=self.generator(0, (start, 0)),
             seconds=run.time_left() * share,
             iterations=iterations,
@@ -311,6 +399,7 @@ class _Turns:
         *,
         number: tuple[int, int],
         descent: bool = True,
+        temperatures: tuple[float, float] = (replacing.FIRST_TEMPERATURE, replacing.LAST_TEMPERATURE),
     ) -> npt.NDArray[np.int32]:
         """Place for the blocks of a packing; never worse than the start there."""
         problem, run, options = self.problem, self.run, self.options
@@ -331,6 +420,8 @@ class _Turns:
                 ep_size=problem.ep_size,
                 seed=int(self.generator(1, number).integers(2**62)),
                 sweeps=sweeps,
+                first_temperature=temperatures[0],
+                last_temperature=temperatures[1],
                 descent=descent,
                 home=home,
                 move_price=options.move_price if home is not None else 0,
@@ -347,15 +438,15 @@ class _Turns:
         self.spend(round(sweeps * experts))
         return fit.rank_of_expert
 
-    def repack(self, placement: Placement, packing: Packing, *, number: tuple[int, int]) -> Packing:
+    def repack(self, placement: Placement, packing: Packing, *, share: float, number: tuple[int, int]) -> Packing:
         """Anneal a packing gently under a placement; the best one met by the exact score."""
         problem, run = self.problem, self.run
         with run.stage("repacking"):
             loads = BlockLoads(MoveTables.of(problem, placement), packing.row_of_sample, packing.dp_slot_of_sample)
-            seconds = run.time_left() * self.share / 2.0
+            seconds = run.time_left() * share
             proposals: int | None = None if math.isfinite(seconds) else _REPACK_PROPOSALS
             if self.iterations_left is not None:
-                proposals = max(1, int(self.iterations_left * self.share / 2.0))
+                proposals = max(1, int(self.iterations_left * share))
             if self.small:
                 wanted = _SMALL_PROPOSALS * problem.num_samples // 2
                 proposals = wanted if proposals is None else min(wanted, proposals)

@@ -13,15 +13,19 @@ freely. Two observations make a packer of that.
 2. *Anneal the spread, then the score.* Σ_s max_d is a plateau for most moves.
    The spread Σ_blocks Σ_s Σ_d (A_{s,d} − mean)² has no plateaus, its change is
    O(S), and it needs no maxima: proposals cost 50-100 ns. Samples close in
-   length are swapped, single samples relocated (Metropolis rule,
-   doi:10.1063/1.1699114); squared differences between the shards' ideal work
-   are added, and cells above capacity pay a quadratic penalty. What it finds is
-   then finished on the exact levels with :class:`routepack_opt.moves.BlockLoads`.
+   length are swapped, single samples relocated, and one sample is exchanged for
+   two of about its length together, which is what still moves when cells are
+   full (Metropolis rule, doi:10.1063/1.1699114, with the correction for unequal
+   chances of a proposal and its reverse, doi:10.1093/biomet/57.1.97). Squared
+   differences between the shards' ideal work are added, and cells above capacity
+   pay a quadratic penalty. What it finds is then finished on the exact levels
+   with :class:`routepack_opt.moves.BlockLoads`.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +36,7 @@ import numpy.typing as npt
 from numba import njit
 
 from routepack_opt.arrays import IntArray
-from routepack_opt.errors import Faults
+from routepack_opt.errors import Faults, InvalidInputError
 from routepack_opt.moves import BlockLoads, MoveTables
 from routepack_opt.plan import Packing, Placement
 from routepack_opt.problem import WORK_LIMIT, Problem
@@ -45,8 +49,11 @@ FloatArray = npt.NDArray[np.float64]
 
 _SLICE = 16_384  # proposals of one kernel call on exact levels
 _SPREAD_SLICE = 131_072  # proposals of one kernel call on the spread: about 15 ms
+_TIMED_SLICE = 16_384  # the same where the temperature follows the clock
+_RELOCATIONS, _PAIRS = 205, 400  # chances in 4096 of a relocation and of an exchange of one for two
+_PAIR_WINDOW = 4  # how far, in the order of lengths, the one may be from the length of the two
 _INT32_MAX = 2**31 - 1
-_SHARD_WEIGHT = 0.1  # of the shards' ideal work beside that of cells, before squaring
+_SHARD_WEIGHT = 0.03  # of the shards' ideal work beside that of cells, before squaring
 
 
 @njit(cache=True, nogil=True)
@@ -109,6 +116,16 @@ def _spread(cell_of_sample: npt.NDArray[np.int32], work: FloatArray, num_blocks:
     return total
 
 
+@njit(cache=True, nogil=True, inline="always")
+def _replace(following: npt.NDArray[np.int32], previous: npt.NDArray[np.int32], old: Any, new: Any) -> None:
+    """Put ``new`` into the ring of ``old``, in its place."""
+    before, after = previous[old], following[old]
+    if before == old:
+        before, after = new, new
+    following[new], previous[new] = after, before
+    following[before], previous[after] = new, new
+
+
 @njit(cache=True, nogil=True, fastmath=True)
 def _walk_spread(
     cell_of_sample: npt.NDArray[np.int32],
@@ -126,11 +143,14 @@ def _walk_spread(
     num_proposals: int,
     window: int,
     relocations: int,
+    pairs: int,
     rng: npt.NDArray[np.uint64],
 ) -> int:
     """Metropolis walk on the spread plus penalty; returns the tokens above capacity that are left.
 
-    ``work`` and ``lengths`` carry a zero sample at the end; ``relocations`` is a chance in 4096.
+    Sample i of cell a changes places with samples j and k of cell b; one or both
+    of these may be the zero sample that ``work`` and ``lengths`` carry at the end.
+    ``relocations`` and ``pairs`` are chances in 4096.
     """
     num_samples = cell_of_sample.shape[0]
     num_classes = work.shape[1]
@@ -140,6 +160,10 @@ def _walk_spread(
     shards = np.zeros(num_shards)
     fill = np.zeros(num_cells, dtype=np.int64)
     size = np.zeros(num_cells, dtype=np.int64)
+    # The samples of a cell form a ring.
+    following = np.arange(num_samples).astype(np.int32)
+    previous = np.arange(num_samples).astype(np.int32)
+    member = np.full(num_cells, -1, dtype=np.int32)
     for sample in range(num_samples):
         cell = cell_of_sample[sample]
         for s in range(num_classes):
@@ -148,6 +172,12 @@ def _walk_spread(
         shards[(cell // shard_size) % num_shards] += share_of_shard[sample]
         fill[cell] += lengths[sample]
         size[cell] += 1
+        if member[cell] >= 0:
+            last = previous[member[cell]]
+            following[last], previous[sample] = sample, last
+            following[sample], previous[member[cell]] = member[cell], sample
+        else:
+            member[cell] = sample
     share = 1.0 / shard_size
     for _ in range(num_proposals):
         temperature *= ratio
@@ -155,13 +185,30 @@ def _walk_spread(
         kind = np.int64(bits & np.uint64(0xFFF))
         x = np.int64((bits >> np.uint64(12)) & np.uint64(0xFFFFF))
         i = np.int64(((bits >> np.uint64(32)) * np.uint64(num_samples)) >> np.uint64(32))
-        a = np.int64(cell_of_sample[i])
+        k = num_samples
+        chances = 1.0  # of the reverse proposal against this one
         if kind < relocations:
+            a = np.int64(cell_of_sample[i])
             j = num_samples
             b = (x * num_cells) >> 20
             if size[a] <= least_samples:
                 continue
+        elif kind < relocations + pairs:
+            j = i
+            b = np.int64(cell_of_sample[j])
+            if size[b] < 2:
+                continue
+            k = np.int64(following[j])
+            for _step in range((x * (size[b] - 1)) >> 20):
+                k = np.int64(following[k])
+            i = np.int64(np.searchsorted(lengths[:num_samples], lengths[j] + lengths[k]) - _PAIR_WINDOW)
+            i += np.int64(((_next(rng) >> np.uint64(32)) * np.uint64(2 * _PAIR_WINDOW)) >> np.uint64(32))
+            if i < 0 or i >= num_samples:
+                continue
+            a = np.int64(cell_of_sample[i])
+            chances = (size[b] - 1) / size[a]
         else:
+            a = np.int64(cell_of_sample[i])
             distance = 1 + (((x >> 1) * window) >> 19)
             j = i + distance if x & 1 else i - distance
             if j < 0 or j >= num_samples:
@@ -169,7 +216,7 @@ def _walk_spread(
             b = np.int64(cell_of_sample[j])
         if a == b:
             continue
-        tokens = lengths[j] - lengths[i]
+        tokens = lengths[j] + lengths[k] - lengths[i]
         over_a = max(0, fill[a] - capacity)
         over_b = max(0, fill[b] - capacity)
         new_a = max(0, fill[a] + tokens - capacity)
@@ -185,34 +232,61 @@ def _walk_spread(
         shard_b = block_b % num_shards
         if block_a != block_b:
             if shard_a != shard_b:
-                d = share_of_shard[j] - share_of_shard[i]
+                d = share_of_shard[j] + share_of_shard[k] - share_of_shard[i]
                 energy += 2.0 * d * (shards[shard_a] - shards[shard_b] + d)
             for s in range(num_classes):
-                d = work[j, s] - work[i, s]
+                d = work[j, s] + work[k, s] - work[i, s]
                 energy += d * (2.0 * (cells[a, s] - cells[b, s] + d))
                 energy -= d * (2.0 * (blocks[block_a, s] - blocks[block_b, s] + d)) * share
         else:
             for s in range(num_classes):
-                d = work[j, s] - work[i, s]
+                d = work[j, s] + work[k, s] - work[i, s]
                 energy += d * (2.0 * (cells[a, s] - cells[b, s] + d))
-        if energy > 0.0:
-            uniform = (np.float64(_next(rng) >> np.uint64(11)) + 1.0) * (1.0 / 9007199254740992.0)
+        if energy > 0.0 or chances < 1.0:
+            uniform = (np.float64(_next(rng) >> np.uint64(11)) + 1.0) * (1.0 / 9007199254740992.0) / chances
+            # −T ln u is at most T (1 − u) / u.
             if energy * uniform > temperature * (1.0 - uniform) or energy > -temperature * np.log(uniform):
                 continue
         cell_of_sample[i] = b
+        moved = j if j < num_samples else i  # what leaves its ring for the other cell's in the end
         if j < num_samples:
             cell_of_sample[j] = a
-        else:
-            size[a] -= 1
-            size[b] += 1
+            left: Any = previous[j]
+            right: Any = following[j]
+            _replace(following, previous, i, j)
+            if left == j:
+                left, right = np.int32(i), np.int32(i)
+            following[i], previous[i] = right, left
+            following[left], previous[right] = i, i
+            if member[a] == i:
+                member[a] = j
+            if member[b] == j:
+                member[b] = i
+            moved = k
+        if moved < num_samples:
+            source, target = (b, a) if moved == k else (a, b)
+            cell_of_sample[moved] = target
+            size[source] -= 1
+            size[target] += 1
+            before, after = previous[moved], following[moved]
+            following[before], previous[after] = after, before
+            if member[source] == moved:
+                member[source] = after if after != moved else -1
+            following[moved], previous[moved] = moved, moved
+            if member[target] >= 0:
+                last = previous[member[target]]
+                following[last], previous[moved] = moved, last
+                following[moved], previous[member[target]] = member[target], moved
+            else:
+                member[target] = moved
         fill[a] += tokens
         fill[b] -= tokens
         if shard_a != shard_b:
-            d = share_of_shard[j] - share_of_shard[i]
+            d = share_of_shard[j] + share_of_shard[k] - share_of_shard[i]
             shards[shard_a] += d
             shards[shard_b] -= d
         for s in range(num_classes):
-            d = work[j, s] - work[i, s]
+            d = work[j, s] + work[k, s] - work[i, s]
             cells[a, s] += d
             cells[b, s] -= d
             if block_a != block_b:
@@ -307,7 +381,9 @@ def level(
     problem: Problem,
     rng: np.random.Generator,
     *,
-    num_proposals: int,
+    num_proposals: int | None,
+    seconds: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
     stopped: Callable[[], bool] | None = None,
 ) -> Packing | None:
     """Pack for equal cells inside blocks: deal, then anneal the spread.
@@ -316,8 +392,12 @@ def level(
     ----------
     problem : Problem
     rng : numpy Generator
-    num_proposals : int
-        Moves proposed; 0 deals only.
+    num_proposals : int or None
+        Moves proposed; 0 deals only, None goes by ``seconds`` alone.
+    seconds : float
+        Wall time; the temperature follows whichever budget is used up faster.
+    clock : callable
+        Seconds now.
     stopped : callable, optional
         Asked every 15 ms or so.
 
@@ -326,17 +406,38 @@ def level(
     Packing or None
         Feasible. Where dealt cells cannot be brought under the capacity, the
         walk starts from a seeding operator instead; None if those fail as well.
+
+    Raises
+    ------
+    InvalidInputError
+        If neither budget is finite.
     """
+    if num_proposals is None and not math.isfinite(seconds):
+        raise InvalidInputError("num_proposals is None and seconds is infinite; give one of them")
     levels = _Levels(problem)
     stream = rng.integers(0, 2**64, size=1, dtype=np.uint64)
-    relocations = 0 if problem.equal_samples_per_slot else 205
+    relocations = 0 if problem.equal_samples_per_slot else _RELOCATIONS
+    pairs = 0 if problem.equal_samples_per_slot else _PAIRS
     window = max(1, min(levels.shard_size, problem.num_samples - 1))
+    begin = clock()
 
-    def walk(cells: npt.NDArray[np.int32], amount: int, first: float, last: float, penalty: float) -> int:
-        ratio = (last / first) ** (1.0 / max(1, amount)) if first > 0.0 else 1.0
+    def walk(
+        cells: npt.NDArray[np.int32], amount: int | None, first: float, last: float, penalty: float, *, timed: bool
+    ) -> int:
+        """Walk until the amount is done or, timed, the time is up; tokens above capacity at the end."""
+        ratio = 1.0
+        if not timed and amount and first > 0.0:
+            ratio = (last / first) ** (1.0 / amount)
         done, over = 0, 0
         while True:
-            step = min(_SPREAD_SLICE, amount - done)
+            fraction = 0.0 if amount is None else done / max(1, amount)
+            if timed:
+                fraction = max(fraction, (clock() - begin) / seconds if seconds > 0.0 else 1.0)
+            step = _TIMED_SLICE if timed else _SPREAD_SLICE
+            if amount is not None:
+                step = min(step, amount - done)
+            if fraction >= 1.0 and done:
+                return over
             over = _walk_spread(
                 cells,
                 levels.work,
@@ -348,24 +449,26 @@ def level(
                 problem.capacity,
                 penalty,
                 problem.min_samples_per_cell,
-                first * ratio**done,
+                first * (last / first) ** min(fraction, 1.0) if first > 0.0 else 0.0,
                 ratio,
                 step,
                 window,
                 relocations,
+                pairs,
                 stream,
             )
             done += step
-            if done >= amount or (stopped is not None and stopped()):
+            if (amount is not None and done >= amount) or (stopped is not None and stopped()):
                 return over
 
     def anneal(cells: npt.NDArray[np.int32]) -> int:
         spread = _spread(cells, levels.work, levels.num_blocks, levels.shard_size)
         first = 0.25 * spread / (levels.num_blocks * levels.shard_size)
-        over = walk(cells, num_proposals, first, 1e-4 * first, levels.penalty)
+        over = walk(cells, num_proposals, first, 1e-4 * first, levels.penalty, timed=math.isfinite(seconds))
         for factor in (1e2, 1e4, 1e6):
             if over:
-                over = walk(cells, 64 * problem.num_samples, 1e-4 * first, 1e-5 * first, levels.penalty * factor)
+                amount = 64 * problem.num_samples
+                over = walk(cells, amount, 1e-4 * first, 1e-5 * first, levels.penalty * factor, timed=False)
         return over
 
     enough = problem.num_samples >= problem.num_cells or not problem.min_samples_per_cell
@@ -378,7 +481,7 @@ def level(
     if seed is None:
         return None
     cells = levels.cells_of(seed)
-    if num_proposals and not anneal(cells):
+    if num_proposals != 0 and not anneal(cells):
         return Packing.from_arrays(*levels.packing_of(cells))
     return seed
 
@@ -477,6 +580,7 @@ def polish(
     num_proposals: int | None,
     seconds: float = math.inf,
     clock: Callable[[], float] | None = None,
+    heated: bool = True,
     stopped: Callable[[], bool] | None = None,
 ) -> int:
     """Anneal a good packing gently on its exact levels; the best one met is in the archive of ``loads``.
@@ -493,6 +597,9 @@ def polish(
         Wall time; the temperature follows whichever budget is used up faster.
     clock : callable, optional
         Seconds now, needed with a finite ``seconds``.
+    heated : bool
+        Raise the temperatures for packings that are far from level; off: take
+        those of the schedule as they are.
     stopped : callable, optional
 
     Returns
@@ -502,7 +609,7 @@ def polish(
     """
     num_shards = loads.tables.num_shards
     mean = max(1.0, loads.levels[1] / (loads.tables.num_rows * num_shards))
-    heat = _heat(loads)
+    heat = _heat(loads) if heated else 1.0
     weights = (1.0 / mean, (schedule.total_weight if num_shards > 1 else 0.0) / mean, 0.0)
     start = clock() if clock is not None else 0.0
     done = 0
@@ -543,8 +650,9 @@ class Leveling(Solver):
     ----------
     num_chains : int
         Independent searches; the best is kept.
-    moves_per_sample : int
-        Proposals of the spread walk, per sample and chain.
+    spread_share : float
+        Share of the budget, in 0..1, for the walk on the spread; the rest anneals
+        the exact levels.
 
     Notes
     -----
@@ -554,14 +662,15 @@ class Leveling(Solver):
 
     name: ClassVar[str] = "leveling"
     num_chains: int = 2
-    moves_per_sample: int = 200
+    spread_share: float = 0.1
 
     def __post_init__(self) -> None:
         faults = Faults()
-        for name, least in (("num_chains", 1), ("moves_per_sample", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                faults.add(f"{name} is {value!r}; it must be an integer of at least {least}")
+        chains, share = self.num_chains, self.spread_share
+        if isinstance(chains, bool) or not isinstance(chains, int) or chains < 1:
+            faults.add(f"num_chains is {chains!r}; it must be an integer of at least 1")
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            faults.add(f"spread_share is {share!r}; it must be a number in 0..1")
         faults.raise_if_any("leveling")
 
     def pack(self, problem: Problem, placement: Placement, run: Run) -> Packing | None:
@@ -610,9 +719,8 @@ def search(
     per_chain: int | None = None if math.isfinite(seconds) else 2_000_000
     if iterations is not None:
         per_chain = max(1, iterations // chains)
-    spread = options.moves_per_sample * problem.num_samples
-    if per_chain is not None:
-        spread = min(spread, per_chain // 2)
+    share = options.spread_share
+    spread = None if per_chain is None and share > 0 else int((per_chain or 0) * share)
     generators = (run.rng if rng is None else rng).spawn(chains)
     begin = run.time()
 
@@ -624,7 +732,14 @@ def search(
         def late() -> bool:
             return run.stopped() or run.time() >= until
 
-        packing = level(problem, generators[k], num_proposals=spread, stopped=late)
+        packing = level(
+            problem,
+            generators[k],
+            num_proposals=spread,
+            seconds=(until - run.time()) * share if math.isfinite(until) else math.inf,
+            clock=run.time,
+            stopped=late,
+        )
         if packing is None:
             return None
         loads = BlockLoads(tables, packing.row_of_sample, packing.dp_slot_of_sample)
@@ -632,7 +747,7 @@ def search(
             loads,
             generators[k].integers(0, 2**64, size=1, dtype=np.uint64),
             schedule,
-            num_proposals=None if per_chain is None else per_chain - spread,
+            num_proposals=None if per_chain is None else per_chain - (spread or 0),
             seconds=until - run.time() if math.isfinite(until) else math.inf,
             clock=run.time,
             stopped=run.stopped,

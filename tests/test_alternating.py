@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routepack_opt import bounds, testing
+from routepack_opt.cost import CostModel, OperatorClass
 from routepack_opt.errors import InfeasibleProblemError, InvalidInputError
 from routepack_opt.plan import Placement
 from routepack_opt.planning import solve
 from routepack_opt.problem import Problem
 from routepack_opt.result import Status
 from routepack_opt.score import evaluate, violations
-from routepack_opt.solvers.alternating import Alternating
+from routepack_opt.solvers.alternating import Alternating, packing_leads
 from routepack_opt.synthetic import family
 
 
@@ -64,9 +67,43 @@ def test_beats_placing_for_the_window(problem):
     assert by_turns.max_shard_work < hierarchical.max_shard_work
 
 
-def test_same_seed_same_plan_for_any_number_of_threads(problem):
-    one, two = (solve(problem, "alternating", iteration_limit=60_000, seed=5, num_threads=k) for k in (1, 2))
+@pytest.mark.parametrize("mixed", [False, True])
+def test_same_seed_same_plan_for_any_number_of_threads(problem, mixed):
+    spec = f"alternating(mixed={mixed})"
+    one, two = (solve(problem, spec, iteration_limit=100_000, seed=5, num_threads=k) for k in (1, 2))
     assert one.plan.to_dict() == two.plan.to_dict()
+
+
+def test_few_experts_a_rank_mix_and_many_take_turns(problem):
+    rng = np.random.default_rng(0)
+    share = rng.dirichlet(np.full(16, 2.0), size=(problem.num_samples, 6))
+    few = Problem.from_arrays(
+        problem.lengths,
+        rng.multinomial(problem.lengths[:, None], share),
+        top_k=1,
+        capacity=problem.capacity,
+        ep_size=8,
+        dp_size=16,
+        num_shards=2,
+        cost=CostModel((OperatorClass("softmax", Fraction(1), Fraction(1, 4)),)),
+    )
+    assert packing_leads(few) > 0.3 > packing_leads(problem)
+    for case in (few, problem):
+        plans = {
+            mixed: solve(case, Alternating(mixed=mixed), iteration_limit=200_000, seed=1).plan.to_dict()
+            for mixed in (None, False, True)
+        }
+        assert (plans[None] == plans[True]) == (case is few)
+        assert (plans[None] == plans[False]) == (case is problem)
+
+
+def test_mixing_keeps_to_a_limit_of_moves_and_to_time(problem):
+    previous = Placement.contiguous(problem.num_layers, problem.num_experts, ep_size=problem.ep_size)
+    result = solve(problem, "alternating(mixed=True, move_limit=4)", iteration_limit=100_000, previous=previous)
+    assert (result.placement.rank_of_expert != previous.rank_of_expert).sum(axis=1).max() <= 4
+    result = solve(problem, "alternating(mixed=True)", time_limit=0.4)
+    assert violations(problem, result.plan) == []
+    assert evaluate(problem, result.plan) == result.score
 
 
 def test_a_warm_start_is_never_lost(problem):
@@ -128,5 +165,5 @@ def test_the_least_samples_of_cells_are_kept():
 
 def test_refuses_what_cannot_be_meant():
     with pytest.raises(InvalidInputError) as error:
-        Alternating(rounds=0, packing_share=1.0, routing_weight=2, sweeps=-1, move_price=-1)
-    assert len(error.value.faults) == 5
+        Alternating(rounds=0, mixed=1, packing_share=1.0, routing_weight=2, sweeps=-1, move_price=-1)
+    assert len(error.value.faults) == 6

@@ -17,7 +17,7 @@ from routepack_opt.plan import Packing, Placement, Plan
 from routepack_opt.planning import pack
 from routepack_opt.problem import Problem
 from routepack_opt.score import evaluate, packing_violations
-from routepack_opt.solvers.leveling import Leveling, deal, ideal_tables, level
+from routepack_opt.solvers.leveling import Leveling, _Levels, _walk_spread, deal, ideal_tables, level
 
 
 def medium(seed, *, num_samples=96, num_shards=2, fill=0.9, **options):
@@ -135,5 +135,87 @@ def test_finds_the_optimum_of_tiny_packings():
 
 def test_refuses_what_cannot_be_meant():
     with pytest.raises(InvalidInputError) as error:
-        Leveling(num_chains=0, moves_per_sample=-1)
+        Leveling(num_chains=0, spread_share=1.5)
     assert len(error.value.faults) == 2
+
+
+@pytest.mark.parametrize("shares", [(0, 4096), (2048, 2048), (1024, 1024)])
+@pytest.mark.parametrize("least", [0, 1])
+def test_every_kind_of_move_keeps_samples_and_capacity(shares, least):
+    problem = medium(2, num_samples=160, fill=0.9)
+    levels = _Levels(problem)
+    start = levels.cells_of(pack(problem, "ffd").packing)
+    cells = start.copy()
+    held = [np.bincount(start, minlength=problem.num_cells)]
+    stream = np.array([3], dtype=np.uint64)
+    for _ in range(4):
+        over = _walk_spread(
+            cells,
+            levels.work,
+            levels.share_of_shard,
+            levels.lengths,
+            levels.num_blocks,
+            levels.shard_size,
+            problem.num_shards,
+            problem.capacity,
+            levels.penalty,
+            least,
+            1e3 * levels.work.max() ** 2,
+            1.0,
+            5_000,
+            4,
+            *shares,
+            stream,
+        )
+        fill = np.bincount(cells, weights=levels.lengths[:-1], minlength=problem.num_cells)
+        assert over == np.maximum(fill - problem.capacity, 0).sum()
+        held.append(np.bincount(cells, minlength=problem.num_cells))
+    assert all(sizes.sum() == problem.num_samples for sizes in held)
+    # One for two changes how many samples cells hold, even where nothing else is proposed.
+    assert any((sizes != held[0]).any() for sizes in held[1:])
+    if least and held[0].min() >= 1:
+        assert min(sizes.min() for sizes in held) >= 1
+
+
+def test_one_for_two_levels_full_cells_further():
+    spreads = []
+    for pairs in (0, 400):
+        best = []
+        for seed in range(4):
+            problem = medium(seed, num_samples=200, fill=0.97)
+            levels = _Levels(problem)
+            cells = levels.cells_of(pack(problem, "ffd").packing)
+            stream = np.array([seed], dtype=np.uint64)
+            for temperature in np.geomspace(1e-1, 1e-6, 40):
+                _walk_spread(
+                    cells,
+                    levels.work,
+                    levels.share_of_shard,
+                    levels.lengths,
+                    levels.num_blocks,
+                    levels.shard_size,
+                    problem.num_shards,
+                    problem.capacity,
+                    1e3 * levels.penalty,
+                    0,
+                    temperature * levels.work.max() ** 2,
+                    1.0,
+                    4_000,
+                    8,
+                    205,
+                    pairs,
+                    stream,
+                )
+            packing = Packing.from_arrays(*levels.packing_of(cells))
+            assert packing_violations(problem, packing) == []
+            best.append(attention(problem, packing) / int(problem.attention_work.sum()) * levels.shard_size - 1)
+        spreads.append(np.mean(best))
+    assert spreads[1] < 0.9 * spreads[0]
+
+
+def test_the_clock_is_a_budget_too_and_one_is_needed():
+    problem = medium(3, num_samples=120)
+    packing = level(problem, np.random.default_rng(0), num_proposals=None, seconds=0.02)
+    assert packing_violations(problem, packing) == []
+    with pytest.raises(InvalidInputError, match="give one of them"):
+        level(problem, np.random.default_rng(0), num_proposals=None)
