@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routepack_opt import planning
-from routepack_opt.moves import BlockLoads, MoveTables, WalkCounts, warm_up
+from routepack_opt.moves import BlockLoads, MoveTables, WalkCounts
 from routepack_opt.problem import Problem
 from routepack_opt.solvers.annealing import Annealing
 from routepack_opt.solvers.seeds import RandomizedBestFit
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--proposals", type=int, default=2_000_000, help="proposals of one schedule")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    warm_up()
+    planning.warm_up(["lpt+annealing"])
     dependent_additions(1, 1)
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; "

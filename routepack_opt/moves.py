@@ -17,6 +17,13 @@ Three things make a move cheap:
 * every block keeps the two largest cell loads of each attention operator
   class, so that the attention part of a move between blocks is O(1);
 * an extra sample of length and load zero turns a relocation into a swap.
+
+Swaps of *one for two* are for nearly full cells. There relocations fail for
+capacity, and swapping two samples of nearly equal length changes loads by
+little more than their difference; one sample for two whose lengths add up to
+its own changes the loads, which do not grow in proportion to length, by much
+more and still fits. Circular lists of the samples of every cell serve to draw
+such pairs.
 """
 
 from __future__ import annotations
@@ -38,12 +45,13 @@ if TYPE_CHECKING:
     from routepack_opt.plan import Packing, Placement
     from routepack_opt.problem import Problem
 
-__all__ = ["BlockLoads", "LevelChange", "MoveTables", "WalkCounts", "warm_up"]
+__all__ = ["BlockLoads", "LevelChange", "MoveTables", "WalkCounts"]
 
 Number = Any  # a scalar inside kernels, where numba infers the type
 
 Index = np.uint64  # numba adds no test for negative indices to unsigned ones
 
+_PAIR_WINDOW = 4  # samples on either side of the length of a pair that may change places with it
 _TILE = 8  # layers are padded to a multiple of this
 _INT32_MAX = 2**31 - 1
 
@@ -120,6 +128,8 @@ class _State(NamedTuple):
     cell_of_sample: npt.NDArray[np.int32]  # [N]
     fill: IntArray  # [cells], aligned tokens
     size: IntArray  # [cells], samples
+    next_in_cell: npt.NDArray[np.int32]  # [N + cells]: circular lists of the samples of a cell; its head is N + cell
+    previous_in_cell: npt.NDArray[np.int32]  # [N + cells]
     attention: IntArray  # [cells·S]
     peaks: IntArray  # [blocks·S·3]: largest cell load, its cell, second largest
     loads: npt.NDArray[np.int32]  # [blocks·P·L]
@@ -138,35 +148,30 @@ class _State(NamedTuple):
     is_touched: npt.NDArray[np.uint8]  # [N]
 
 
-def _peak_sums_code(
-    typing_context: Any, loads: Any, samples: Any, a: Any, b: Any, i: Any, j: Any, num_ranks: Any, num_layers: Any
-) -> Any:
-    """Return Σ_l max_p of two blocks after sample i of the first and sample j of the second change places.
+def _peak_sums_code(loads: Any, samples: Any, num_samples: int) -> Any:
+    """Signature and code of :data:`_peak_sums` (two samples change places) and :data:`_peak_sums_of_pair` (three).
 
-    ``a``, ``b`` are offsets of the blocks in ``loads``, ``i``, ``j`` those of the
-    samples in ``samples``; layers are a multiple of eight. The loop over ranks
-    is innermost and keeps the maxima of sixteen (then eight) layers in vector
-    registers; all four operands are addressed with one running index.
+    Arguments of both are ``loads``, ``samples``, the offsets of two blocks in
+    ``loads`` and of the samples in ``samples`` (the first sample leaves the first
+    block, the others come from the second), the ranks and the layers, a multiple
+    of eight. The loop over ranks is innermost and keeps the maxima of sixteen
+    (then eight) layers in vector registers; all operands are addressed with one
+    running index.
     """
-    del typing_context, a, b, i, j, num_ranks, num_layers
     pair: Any = types.UniTuple
     alloca: Any = cgutils.alloca_once
-    signature = pair(types.int64, 2)(loads, samples, *(types.uint64,) * 6)
+    signature = pair(types.int64, 2)(loads, samples, *(types.uint64,) * (num_samples + 4))
 
     def generate(context: Any, builder: Any, call: Any, arguments: Any) -> Any:
         loads_type, samples_type = call.args[:2]
         block_data = context.make_array(loads_type)(context, builder, arguments[0]).data
         sample_data = context.make_array(samples_type)(context, builder, arguments[1]).data
-        a, b, i, j, num_ranks, num_layers = arguments[2:]
+        blocks, moved, (num_ranks, num_layers) = arguments[2:4], arguments[4:-2], arguments[-2:]
         int32, int64 = ir.IntType(32), ir.IntType(64)
         sample_bits = samples_type.dtype.bitwidth
         sample_int = ir.IntType(sample_bits)
-        streams = (
-            (builder.gep(block_data, [a]), int32, 4),
-            (builder.gep(block_data, [b]), int32, 4),
-            (builder.gep(sample_data, [i]), sample_int, sample_bits // 8),
-            (builder.gep(sample_data, [j]), sample_int, sample_bits // 8),
-        )
+        streams = [(builder.gep(block_data, [offset]), int32, 4) for offset in blocks]
+        streams += [(builder.gep(sample_data, [offset]), sample_int, sample_bits // 8) for offset in moved]
         wide = ir.VectorType(int64, _TILE)
         sums = [alloca(builder, wide) for _ in range(2)]
         for pointer in sums:
@@ -200,8 +205,9 @@ def _peak_sums_code(
                 pointer = builder.bitcast(builder.gep(base, [index]), ir.VectorType(element, width).as_pointer())
                 value = builder.load(pointer, align=alignment)
                 values.append(value if element is int32 else builder.zext(value, vector))
-            of_a, of_b, of_i, of_j = values
-            change = builder.sub(of_i, of_j)
+            of_a, of_b, change, *returned = values
+            for value in returned:
+                change = builder.sub(change, value)
             for pointer, value in zip(maxima, (builder.sub(of_a, change), builder.add(of_b, change)), strict=True):
                 held = builder.load(pointer)
                 builder.store(builder.select(builder.icmp_signed(">", value, held), value, held), pointer)
@@ -234,24 +240,56 @@ def _peak_sums_code(
     return signature, generate
 
 
-_peak_sums: Any = intrinsic(_peak_sums_code)
+def _peak_sums_of_two_code(
+    typing_context: Any, loads: Any, samples: Any, a: Any, b: Any, i: Any, j: Any, num_ranks: Any, num_layers: Any
+) -> Any:
+    """Return Σ_l max_p of blocks a and b after sample i of the first and sample j of the second change places."""
+    del typing_context, a, b, i, j, num_ranks, num_layers
+    return _peak_sums_code(loads, samples, 2)
 
 
-def _borrowed_code(typing_context: Any, array: Any) -> Any:
-    """Return the array without its owner, so that no reference is counted when it is handed to a function.
+def _peak_sums_of_pair_code(
+    typing_context: Any,
+    loads: Any,
+    samples: Any,
+    a: Any,
+    b: Any,
+    i: Any,
+    j: Any,
+    k: Any,
+    num_ranks: Any,
+    num_layers: Any,
+) -> Any:
+    """Return Σ_l max_p of blocks a and b after sample i of the first and samples j, k of the second change places."""
+    del typing_context, a, b, i, j, k, num_ranks, num_layers
+    return _peak_sums_code(loads, samples, 3)
+
+
+_peak_sums: Any = intrinsic(_peak_sums_of_two_code)
+_peak_sums_of_pair: Any = intrinsic(_peak_sums_of_pair_code)
+
+
+def _borrowed_code(typing_context: Any, arrays: Any) -> Any:
+    """Return a named tuple whose arrays have no owner, so that no references are counted when they are handed on.
 
     Numba counts references atomically at every call that takes an array; that
-    was a quarter of the time of a walk. The caller of the kernel holds the array.
+    was a quarter of the time of a walk. The caller of the kernel holds the arrays.
     """
     del typing_context
 
     def generate(context: Any, builder: Any, call: Any, arguments: Any) -> Any:
-        view = context.make_array(call.args[0])(context, builder, arguments[0])
-        view.meminfo = ir.Constant(view.meminfo.type, None)
-        view.parent = ir.Constant(view.parent.type, None)
-        return view._getvalue()
+        fields = []
+        for position, field in enumerate(call.args[0].types):
+            value = builder.extract_value(arguments[0], position)
+            if isinstance(field, types.Array):
+                view = context.make_array(field)(context, builder, value)
+                view.meminfo = ir.Constant(view.meminfo.type, None)
+                view.parent = ir.Constant(view.parent.type, None)
+                value = view._getvalue()
+            fields.append(value)
+        return context.make_tuple(builder, call.return_type, fields)
 
-    return array(array), generate
+    return arrays(arrays), generate
 
 
 _borrowed: Any = intrinsic(_borrowed_code)
@@ -266,29 +304,34 @@ def _attention_change(
     num_classes: Number,
     i: Number,
     j: Number,
+    k: Number | None,
     a: Number,
     b: Number,
     block_a: Number,
     block_b: Number,
 ) -> Any:
-    """Change of Σ_s max over cells, for the block of cell ``a`` (losing i) and of ``b`` (losing j)."""
+    """Change of Σ_s max over cells, for the block of cell ``a`` (losing i) and of ``b`` (losing j, and k if given)."""
     change_a = 0
     change_b = 0
     if block_a != block_b:
         for s in range(num_classes):
             x = sample_attention[Index(i * num_classes + s)] - sample_attention[Index(j * num_classes + s)]
-            k = (block_a * num_classes + s) * 3
-            top = peaks[Index(k)]
-            rest = peaks[Index(k + 2)] if peaks[Index(k + 1)] == a else top
+            if k is not None:
+                x -= sample_attention[Index(k * num_classes + s)]
+            place = (block_a * num_classes + s) * 3
+            top = peaks[Index(place)]
+            rest = peaks[Index(place + 2)] if peaks[Index(place + 1)] == a else top
             change_a += max(rest, attention[Index(a * num_classes + s)] - x) - top
-            k = (block_b * num_classes + s) * 3
-            top = peaks[Index(k)]
-            rest = peaks[Index(k + 2)] if peaks[Index(k + 1)] == b else top
+            place = (block_b * num_classes + s) * 3
+            top = peaks[Index(place)]
+            rest = peaks[Index(place + 2)] if peaks[Index(place + 1)] == b else top
             change_b += max(rest, attention[Index(b * num_classes + s)] + x) - top
     else:
         first = block_a * shard_size
         for s in range(num_classes):
             x = sample_attention[Index(i * num_classes + s)] - sample_attention[Index(j * num_classes + s)]
+            if k is not None:
+                x -= sample_attention[Index(k * num_classes + s)]
             top = max(attention[Index(a * num_classes + s)] - x, attention[Index(b * num_classes + s)] + x)
             for cell in range(first, first + shard_size):
                 if cell != a and cell != b:
@@ -329,6 +372,28 @@ def _new_max_row(
         if block != block_a and block != block_b:
             top = max(top, work[Index(block)])
     return top
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _new_levels(
+    work: IntArray,
+    shard_work: IntArray,
+    shard_of_block: IntArray,
+    levels: Any,
+    weights: Any,
+    block_a: Number,
+    block_b: Number,
+    change_a: Number,
+    change_b: Number,
+) -> Any:
+    """First and third level after two blocks change their work, and the change of the energy."""
+    shard_a = shard_of_block[Index(block_a)]
+    shard_b = shard_of_block[Index(block_b)]
+    new_0 = _new_max_shard(shard_work, shard_a, shard_b, change_a, change_b)
+    new_2 = _new_max_row(work, levels[2], block_a, block_b, change_a, change_b)
+    energy = weights[0] * (new_0 - levels[0]) + weights[1] * (change_a + change_b)
+    energy += weights[2] * (new_2 - levels[2])
+    return new_0, new_2, energy
 
 
 @njit(cache=True, nogil=True)
@@ -426,10 +491,53 @@ def _shift_loads(
     loads: npt.NDArray[np.int32], sample_loads: npt.NDArray[Any], a: Any, b: Any, i: Any, j: Any, span: Any
 ) -> None:
     """Carry the loads of sample i from the block at ``a`` to that at ``b``, those of j back."""
-    for k in range(span):
-        x = np.int32(np.int32(sample_loads[i + k]) - np.int32(sample_loads[j + k]))
-        loads[a + k] -= x
-        loads[b + k] += x
+    for place in range(span):
+        x = np.int32(np.int32(sample_loads[i + place]) - np.int32(sample_loads[j + place]))
+        loads[a + place] -= x
+        loads[b + place] += x
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _trade_places(
+    next_in_cell: npt.NDArray[np.int32], previous_in_cell: npt.NDArray[np.int32], i: Number, j: Number
+) -> None:
+    """Put two samples of different cells into each other's place in the circular lists of the cells."""
+    after_i = next_in_cell[Index(i)]
+    before_i = previous_in_cell[Index(i)]
+    after_j = next_in_cell[Index(j)]
+    before_j = previous_in_cell[Index(j)]
+    next_in_cell[Index(before_i)] = j
+    previous_in_cell[Index(after_i)] = j
+    next_in_cell[Index(j)] = after_i
+    previous_in_cell[Index(j)] = before_i
+    next_in_cell[Index(before_j)] = i
+    previous_in_cell[Index(after_j)] = i
+    next_in_cell[Index(i)] = after_j
+    previous_in_cell[Index(i)] = before_j
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _join(
+    next_in_cell: npt.NDArray[np.int32], previous_in_cell: npt.NDArray[np.int32], i: Number, head: Number
+) -> None:
+    """Put a sample that is in no list behind the head of one."""
+    after = next_in_cell[Index(head)]
+    next_in_cell[Index(head)] = i
+    previous_in_cell[Index(after)] = i
+    next_in_cell[Index(i)] = after
+    previous_in_cell[Index(i)] = head
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _change_list(
+    next_in_cell: npt.NDArray[np.int32], previous_in_cell: npt.NDArray[np.int32], i: Number, head: Number
+) -> None:
+    """Take a sample out of its list and put it behind the head of another one."""
+    after = next_in_cell[Index(i)]
+    before = previous_in_cell[Index(i)]
+    next_in_cell[Index(before)] = after
+    previous_in_cell[Index(after)] = before
+    _join(next_in_cell, previous_in_cell, i, head)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -441,6 +549,8 @@ def _exchange(
     cell_of_sample: npt.NDArray[np.int32],
     fill: IntArray,
     size: IntArray,
+    next_in_cell: npt.NDArray[np.int32],
+    previous_in_cell: npt.NDArray[np.int32],
     attention: IntArray,
     peaks: IntArray,
     loads: npt.NDArray[np.int32],
@@ -468,10 +578,13 @@ def _exchange(
     """Apply: sample i moves from cell ``a`` to ``b``, j (or the zero sample) from ``b`` to ``a``; levels excepted."""
     cell_of_sample[Index(i)] = b
     _touch(touched, is_touched, i)
-    if j < cell_of_sample.shape[0]:
+    num_samples = cell_of_sample.shape[0]
+    if j < num_samples:
         cell_of_sample[Index(j)] = a
         _touch(touched, is_touched, j)
+        _trade_places(next_in_cell, previous_in_cell, i, j)
     else:
+        _change_list(next_in_cell, previous_in_cell, i, num_samples + b)
         size[Index(a)] -= 1
         size[Index(b)] += 1
     tokens = lengths[Index(i)] - lengths[Index(j)]
@@ -538,6 +651,11 @@ def _rebuild(tables: _Tables, state: _State) -> None:
             attention[cell * num_classes + s] += sample_attention[i * num_classes + s]
         for k in range(span):
             loads[block * span + k] += np.int32(sample_loads[i * span + k])
+    for head in range(tables.num_samples, state.next_in_cell.shape[0]):
+        state.next_in_cell[head] = head
+        state.previous_in_cell[head] = head
+    for i in range(tables.num_samples):
+        _join(state.next_in_cell, state.previous_in_cell, i, tables.num_samples + state.cell_of_sample[i])
     levels[:] = 0
     for block in range(state.work.shape[0]):
         work = np.int64(0)
@@ -563,6 +681,193 @@ def _mix(counter: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
+def _draw_pair(tables: _Tables, state: _State, high: Number, low: Number, extra: Number) -> Any:
+    """Draw j, another sample k of its cell and an i about as long as both together; whether they may change places.
+
+    ``high`` and ``extra`` are 32 and 64 random bits, ``low`` is 20.
+    """
+    num_samples = np.int64(tables.num_samples)
+    cell_of_sample, size, lengths, fill = state.cell_of_sample, state.size, tables.lengths, state.fill
+    j = np.int64((high * np.uint64(num_samples)) >> np.uint64(32))
+    b = np.int64(cell_of_sample[Index(j)])
+    size_b = size[Index(b)]
+    if size_b < 2 or size_b <= tables.least_samples:
+        return False, j, j, j
+    k = j
+    for _ in range(1 + np.int64(((extra >> np.uint64(32)) * np.uint64(size_b - 1)) >> np.uint64(32))):
+        k = np.int64(state.next_in_cell[Index(k)])
+        if k >= num_samples:
+            k = np.int64(state.next_in_cell[Index(k)])
+    tokens = lengths[Index(j)] + lengths[Index(k)]
+    # The first sample at least as long, or N: halving without branches.
+    place = np.int64(0)
+    left = num_samples
+    while left > 1:
+        half = left >> 1
+        place += half if lengths[Index(place + half - 1)] < tokens else 0
+        left -= half
+    place += lengths[Index(place)] < tokens
+    i = place - _PAIR_WINDOW + ((low * (2 * _PAIR_WINDOW)) >> 20)
+    if i < 0 or i >= num_samples:
+        return False, i, j, k
+    a = np.int64(cell_of_sample[Index(i)])
+    if a == b:
+        return False, i, j, k
+    tokens -= lengths[Index(i)]
+    capacity = tables.capacity
+    return fill[Index(a)] + tokens <= capacity and fill[Index(b)] - tokens <= capacity, i, j, k
+
+
+@njit(cache=True, nogil=True)
+def _price_pair(tables: _Tables, state: _State, i: Number, j: Number, k: Number, a: Number, b: Number) -> Any:
+    """Exact changes of Σ_l max_p of two different blocks when i of cell ``a`` and j, k of ``b`` change places."""
+    num_ranks, num_layers = np.uint64(tables.num_ranks), np.uint64(tables.num_layers)
+    span = num_ranks * num_layers
+    block_a = np.int64(tables.block_of_cell[Index(a)])
+    block_b = np.int64(tables.block_of_cell[Index(b)])
+    peak_a, peak_b = _peak_sums_of_pair(
+        state.loads,
+        tables.loads,
+        np.uint64(block_a) * span,
+        np.uint64(block_b) * span,
+        np.uint64(i) * span,
+        np.uint64(j) * span,
+        np.uint64(k) * span,
+        num_ranks,
+        num_layers,
+    )
+    return peak_a - state.expert[Index(block_a)], peak_b - state.expert[Index(block_b)]
+
+
+@njit(cache=True, nogil=True)
+def _apply(
+    tables: _Tables,
+    state: _State,
+    i: Number,
+    j: Number,
+    k: Number,
+    a: Number,
+    b: Number,
+    changes: Any,
+) -> None:
+    """Apply: i moves from cell ``a`` to ``b``, j and k (each may be the zero sample) back; levels excepted.
+
+    ``changes`` are those of the work of both blocks and of their Σ_l max_p.
+    """
+    change_a, change_b, expert_a, expert_b = changes
+    for step in range(2):
+        if step == 1:
+            if k == tables.num_samples:
+                break
+            i, j, a, b = k, np.int64(tables.num_samples), b, a
+            change_a, change_b, expert_a, expert_b = 0, 0, 0, 0
+        _exchange(
+            tables.loads,
+            tables.load_sums,
+            tables.attention,
+            tables.lengths,
+            state.cell_of_sample,
+            state.fill,
+            state.size,
+            state.next_in_cell,
+            state.previous_in_cell,
+            state.attention,
+            state.peaks,
+            state.loads,
+            state.load_sums,
+            state.expert,
+            state.work,
+            state.shard_of_block,
+            state.shard_work,
+            state.touched,
+            state.is_touched,
+            tables.shard_size,
+            tables.num_classes,
+            np.uint64(tables.num_ranks) * np.uint64(tables.num_layers),
+            i,
+            j,
+            a,
+            b,
+            np.int64(tables.block_of_cell[Index(a)]),
+            np.int64(tables.block_of_cell[Index(b)]),
+            change_a,
+            change_b,
+            expert_a,
+            expert_b,
+        )
+
+
+@njit(cache=True, nogil=True)
+def _try_pair(
+    tables: _Tables,
+    state: _State,
+    levels: Any,
+    weights: Any,
+    temperature: Number,
+    uniform: Number,
+    i: Number,
+    j: Number,
+    k: Number,
+) -> Any:
+    """Accept if ``uniform``, which may be above 1, is below the Boltzmann factor of i and j, k changing places.
+
+    Returns 0 (refused by the lower bound), 1 (refused) or 2 (accepted and applied), and the new levels.
+    """
+    slack = temperature * (1.0 - uniform)  # −T ln u lies between this and this over u, also for u above 1
+    a = np.int64(state.cell_of_sample[Index(i)])
+    b = np.int64(state.cell_of_sample[Index(j)])
+    block_a = np.int64(tables.block_of_cell[Index(a)])
+    block_b = np.int64(tables.block_of_cell[Index(b)])
+    work, shard_work, shard_of_block = state.work, state.shard_work, state.shard_of_block
+    change_a, change_b = _attention_change(
+        tables.attention,
+        state.attention,
+        state.peaks,
+        tables.shard_size,
+        tables.num_classes,
+        i,
+        j,
+        k,
+        a,
+        b,
+        block_a,
+        block_b,
+    )
+    expert_a = 0
+    expert_b = 0
+    unit = tables.expert_unit
+    if block_a != block_b and unit != 0:
+        share = (1.0 - 1e-12) / tables.num_ranks
+        sums = tables.load_sums[Index(i)] - tables.load_sums[Index(j)] - tables.load_sums[Index(k)]
+        least_a = np.int64((state.load_sums[Index(block_a)] - sums) * share) - state.expert[Index(block_a)]
+        least_b = np.int64((state.load_sums[Index(block_b)] + sums) * share) - state.expert[Index(block_b)]
+        _, _, energy = _new_levels(
+            work,
+            shard_work,
+            shard_of_block,
+            levels,
+            weights,
+            block_a,
+            block_b,
+            change_a + least_a * unit,
+            change_b + least_b * unit,
+        )
+        if energy * uniform > slack:
+            return 0, levels[0], levels[1], levels[2]
+        expert_a, expert_b = _price_pair(tables, state, i, j, k, a, b)
+        change_a += expert_a * unit
+        change_b += expert_b * unit
+    new_0, new_2, energy = _new_levels(
+        work, shard_work, shard_of_block, levels, weights, block_a, block_b, change_a, change_b
+    )
+    new_1 = levels[1] + change_a + change_b
+    if energy * uniform > slack or energy > -temperature * np.log(uniform):
+        return 1, levels[0], levels[1], levels[2]
+    _apply(tables, state, i, j, k, a, b, (change_a, change_b, expert_a, expert_b))
+    return 2, new_0, new_1, new_2
+
+
+@njit(cache=True, nogil=True)
 def _walk(
     tables: _Tables,
     state: _State,
@@ -574,32 +879,37 @@ def _walk(
     weight_2: Number,
     relocations: Number,
     exchanges: Number,
+    pairs: Number,
     window: Number,
     num_proposals: Number,
 ) -> None:
-    """Metropolis walk; ``relocations`` and ``exchanges`` are chances in 4096, weights are per work unit."""
-    sample_loads = _borrowed(tables.loads)
-    sample_load_sums = _borrowed(tables.load_sums)
-    sample_attention = _borrowed(tables.attention)
-    lengths = _borrowed(tables.lengths)
-    block_of_cell = _borrowed(tables.block_of_cell)
-    cell_of_sample = _borrowed(state.cell_of_sample)
-    fill = _borrowed(state.fill)
-    size = _borrowed(state.size)
-    attention = _borrowed(state.attention)
-    peaks = _borrowed(state.peaks)
-    loads = _borrowed(state.loads)
-    load_sums = _borrowed(state.load_sums)
-    expert = _borrowed(state.expert)
-    work = _borrowed(state.work)
-    shard_work = _borrowed(state.shard_work)
-    row_of_block = _borrowed(state.row_of_block)
-    shard_of_block = _borrowed(state.shard_of_block)
-    touched = _borrowed(state.touched)
-    is_touched = _borrowed(state.is_touched)
-    best_cell = _borrowed(state.best_cell)
-    best_row = _borrowed(state.best_row)
-    best_shard = _borrowed(state.best_shard)
+    """Metropolis walk; ``relocations``, ``exchanges``, ``pairs`` are chances in 4096, weights are per work unit."""
+    tables = _borrowed(tables)
+    state = _borrowed(state)
+    sample_loads = tables.loads
+    sample_load_sums = tables.load_sums
+    sample_attention = tables.attention
+    lengths = tables.lengths
+    block_of_cell = tables.block_of_cell
+    cell_of_sample = state.cell_of_sample
+    fill = state.fill
+    size = state.size
+    next_in_cell = state.next_in_cell
+    previous_in_cell = state.previous_in_cell
+    attention = state.attention
+    peaks = state.peaks
+    loads = state.loads
+    load_sums = state.load_sums
+    expert = state.expert
+    work = state.work
+    shard_work = state.shard_work
+    row_of_block = state.row_of_block
+    shard_of_block = state.shard_of_block
+    touched = state.touched
+    is_touched = state.is_touched
+    best_cell = state.best_cell
+    best_row = state.best_row
+    best_shard = state.best_shard
     levels = state.levels
     num_samples, num_classes, shard_size = tables.num_samples, tables.num_classes, tables.shard_size
     num_blocks, num_cells = work.shape[0], fill.shape[0]
@@ -609,6 +919,7 @@ def _walk(
     span = num_ranks * num_layers
     # A hair below 1/P, so that rounding never lifts the average load of a rank.
     share = (1.0 - 1e-12) / tables.num_ranks
+    weights = (weight_0, weight_1, weight_2)
     level_0, level_1, level_2 = levels[0], levels[1], levels[2]
     best_0, best_1, best_2 = state.best_levels[0], state.best_levels[1], state.best_levels[2]
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -649,6 +960,22 @@ def _walk(
             row = row_of_block[Index(block_a)]
             row_of_block[Index(block_a)] = row_of_block[Index(block_b)]
             row_of_block[Index(block_b)] = row
+        elif kind >= 4096 - pairs:
+            counter += golden
+            drawn, i, j, k = _draw_pair(tables, state, high, x, _mix(counter))
+            if not drawn:
+                continue
+            fitting += 1
+            # Metropolis-Hastings: the pair is one of n_b − 1 with j, and would be one of n_a after the move.
+            a = cell_of_sample[Index(i)]
+            b = cell_of_sample[Index(j)]
+            ratio = (size[Index(b)] - 1) / size[Index(a)]
+            verdict, new_0, new_1, new_2 = _try_pair(
+                tables, state, (level_0, level_1, level_2), weights, temperature, uniform / ratio, i, j, k
+            )
+            evaluated += verdict > 0
+            if verdict < 2:
+                continue
         else:
             i = np.int64((high * np.uint64(num_samples)) >> np.uint64(32))
             a = np.int64(cell_of_sample[Index(i)])
@@ -674,10 +1001,8 @@ def _walk(
             fitting += 1
             block_a = np.int64(block_of_cell[Index(a)])
             block_b = np.int64(block_of_cell[Index(b)])
-            shard_a = shard_of_block[Index(block_a)]
-            shard_b = shard_of_block[Index(block_b)]
             change_a, change_b = _attention_change(
-                sample_attention, attention, peaks, shard_size, num_classes, i, j, a, b, block_a, block_b
+                sample_attention, attention, peaks, shard_size, num_classes, i, j, None, a, b, block_a, block_b
             )
             expert_a = 0
             expert_b = 0
@@ -690,10 +1015,17 @@ def _walk(
                 least_b = (
                     change_b + (np.int64((load_sums[Index(block_b)] + sums) * share) - expert[Index(block_b)]) * unit
                 )
-                new_0 = _new_max_shard(shard_work, shard_a, shard_b, least_a, least_b)
-                new_2 = _new_max_row(work, level_2, block_a, block_b, least_a, least_b)
-                energy = weight_0 * (new_0 - level_0) + weight_1 * (least_a + least_b)
-                energy += weight_2 * (new_2 - level_2)
+                _, _, energy = _new_levels(
+                    work,
+                    shard_work,
+                    shard_of_block,
+                    (level_0, level_1, level_2),
+                    weights,
+                    block_a,
+                    block_b,
+                    least_a,
+                    least_b,
+                )
                 if energy > 0.0 and energy * uniform > slack:
                     continue
                 expert_a, expert_b = _peak_sums(
@@ -711,11 +1043,18 @@ def _walk(
                 change_a += expert_a * unit
                 change_b += expert_b * unit
             evaluated += 1
-            new_0 = _new_max_shard(shard_work, shard_a, shard_b, change_a, change_b)
+            new_0, new_2, energy = _new_levels(
+                work,
+                shard_work,
+                shard_of_block,
+                (level_0, level_1, level_2),
+                weights,
+                block_a,
+                block_b,
+                change_a,
+                change_b,
+            )
             new_1 = level_1 + change_a + change_b
-            new_2 = _new_max_row(work, level_2, block_a, block_b, change_a, change_b)
-            energy = weight_0 * (new_0 - level_0) + weight_1 * (change_a + change_b)
-            energy += weight_2 * (new_2 - level_2)
             if energy > 0.0 and (energy * uniform > slack or energy > -temperature * np.log(uniform)):
                 continue
             _exchange(
@@ -726,6 +1065,8 @@ def _walk(
                 cell_of_sample,
                 fill,
                 size,
+                next_in_cell,
+                previous_in_cell,
                 attention,
                 peaks,
                 loads,
@@ -775,8 +1116,8 @@ def _walk(
 
 
 @njit(cache=True, nogil=True)
-def _move(tables: _Tables, state: _State, i: Number, j: Number, a: Number, b: Number, apply: Number) -> Any:
-    """Price, and carry out if asked, the exchange of sample i of cell ``a`` with j of another cell ``b``."""
+def _move(tables: _Tables, state: _State, i: Number, j: Number, k: Number, a: Number, b: Number, apply: Number) -> Any:
+    """Price, and carry out if asked, that sample i of cell ``a`` and j, k (or zero samples) of ``b`` change places."""
     block_a = np.int64(tables.block_of_cell[a])
     block_b = np.int64(tables.block_of_cell[b])
     change_a, change_b = _attention_change(
@@ -787,6 +1128,7 @@ def _move(tables: _Tables, state: _State, i: Number, j: Number, a: Number, b: Nu
         tables.num_classes,
         i,
         j,
+        k,
         a,
         b,
         block_a,
@@ -794,20 +1136,8 @@ def _move(tables: _Tables, state: _State, i: Number, j: Number, a: Number, b: Nu
     )
     expert_a = 0
     expert_b = 0
-    span = np.uint64(tables.num_ranks) * np.uint64(tables.num_layers)
     if block_a != block_b and tables.expert_unit != 0:
-        expert_a, expert_b = _peak_sums(
-            state.loads,
-            tables.loads,
-            np.uint64(block_a) * span,
-            np.uint64(block_b) * span,
-            np.uint64(i) * span,
-            np.uint64(j) * span,
-            np.uint64(tables.num_ranks),
-            np.uint64(tables.num_layers),
-        )
-        expert_a -= state.expert[block_a]
-        expert_b -= state.expert[block_b]
+        expert_a, expert_b = _price_pair(tables, state, i, j, k, a, b)
         change_a += expert_a * tables.expert_unit
         change_b += expert_b * tables.expert_unit
     level_0 = _new_max_shard(
@@ -817,38 +1147,7 @@ def _move(tables: _Tables, state: _State, i: Number, j: Number, a: Number, b: Nu
     level_1 = change_a + change_b
     level_2 = _new_max_row(state.work, state.levels[2], block_a, block_b, change_a, change_b) - state.levels[2]
     if apply:
-        _exchange(
-            tables.loads,
-            tables.load_sums,
-            tables.attention,
-            tables.lengths,
-            state.cell_of_sample,
-            state.fill,
-            state.size,
-            state.attention,
-            state.peaks,
-            state.loads,
-            state.load_sums,
-            state.expert,
-            state.work,
-            state.shard_of_block,
-            state.shard_work,
-            state.touched,
-            state.is_touched,
-            tables.shard_size,
-            tables.num_classes,
-            span,
-            i,
-            j,
-            a,
-            b,
-            block_a,
-            block_b,
-            change_a,
-            change_b,
-            expert_a,
-            expert_b,
-        )
+        _apply(tables, state, i, j, k, a, b, (change_a, change_b, expert_a, expert_b))
         state.levels[0] += level_0
         state.levels[1] += level_1
         state.levels[2] += level_2
@@ -999,8 +1298,9 @@ class MoveTables:
 class BlockLoads:
     """A packing with the exact work of its blocks, kept current under moves.
 
-    Three moves exist: *relocate* a sample to another cell, *swap* two samples,
-    and *exchange* the places (row, shard) of two whole blocks. Each has a
+    Four moves exist: *relocate* a sample to another cell, *swap* two samples,
+    *swap a pair* of one cell with one sample of another, and *exchange* the
+    places (row, shard) of two whole blocks. Each has a
     ``…_change`` method that prices it and a method that carries it out.
 
     Parameters
@@ -1029,6 +1329,8 @@ class BlockLoads:
             cell_of_sample=np.zeros(n, dtype=np.int32),
             fill=np.zeros(num_cells, dtype=np.int64),
             size=np.zeros(num_cells, dtype=np.int64),
+            next_in_cell=np.zeros(n + num_cells, dtype=np.int32),
+            previous_in_cell=np.zeros(n + num_cells, dtype=np.int32),
             attention=np.zeros(num_cells * t.num_classes, dtype=np.int64),
             peaks=np.zeros(num_blocks * t.num_classes * 3, dtype=np.int64),
             loads=np.zeros(num_blocks * t.num_ranks * t.num_layers, dtype=np.int32),
@@ -1172,13 +1474,15 @@ class BlockLoads:
             raise InvalidInputError(f"sample {sample} is outside 0..{self.tables.num_samples - 1}")
         return int(self.tables._index_of_sample[sample])
 
-    def _fits(self, i: int, j: int, a: int, b: int) -> bool:
+    def _fits(self, i: int, j: int, k: int, a: int, b: int) -> bool:
         t, state = self.tables.kernel_tables, self._state
-        tokens = t.lengths[i] - t.lengths[j]
+        tokens = t.lengths[i] - t.lengths[j] - t.lengths[k]
         if a == b:
             return True
-        if j == t.num_samples and (
-            state.size[a] <= t.least_samples or (t.fixed_slots and self._slot_of_cell(a) != self._slot_of_cell(b))
+        # One cell loses a sample and the other gains one, except in a swap.
+        loser = a if j == t.num_samples else b if k < t.num_samples else None
+        if loser is not None and (
+            state.size[loser] <= t.least_samples or (t.fixed_slots and self._slot_of_cell(a) != self._slot_of_cell(b))
         ):
             return False
         return bool(
@@ -1190,12 +1494,12 @@ class BlockLoads:
         block, place = divmod(cell, self.tables.shard_size)
         return int(self.tables._slots[self._state.shard_of_block[block], place])
 
-    def _move(self, i: int, j: int, a: int, b: int, *, apply: bool) -> LevelChange:
+    def _move(self, i: int, j: int, k: int, a: int, b: int, *, apply: bool) -> LevelChange:
         if a == b:
             return LevelChange(0, 0, 0)
-        if apply and not self._fits(i, j, a, b):
+        if apply and not self._fits(i, j, k, a, b):
             raise InvalidInputError("the move breaks capacity, the least samples of a cell or the slot of a sample")
-        change = _move(self.tables.kernel_tables, self._state, i, j, a, b, apply)
+        change = _move(self.tables.kernel_tables, self._state, i, j, k, a, b, apply)
         if apply:
             self._archive_if_better()
         return LevelChange(*(int(value) for value in change))
@@ -1204,17 +1508,17 @@ class BlockLoads:
         if self.levels < self.best_levels:
             self.restart_archive()
 
+    def _relocation_arguments(self, sample: int, row: int, dp_slot: int) -> tuple[int, int, int, int, int]:
+        i, zero = self._index(sample), self.tables.num_samples
+        return i, zero, zero, int(self._state.cell_of_sample[i]), self._cell(row, dp_slot)
+
     def can_relocate(self, sample: int, row: int, dp_slot: int) -> bool:
         """Whether the move keeps capacity, the least samples of a cell and equal samples of slots."""
-        i = self._index(sample)
-        a = int(self._state.cell_of_sample[i])
-        return self._fits(i, self.tables.num_samples, a, self._cell(row, dp_slot))
+        return self._fits(*self._relocation_arguments(sample, row, dp_slot))
 
     def relocate_change(self, sample: int, row: int, dp_slot: int) -> LevelChange:
         """Price moving a sample to a cell, whether or not it fits there."""
-        i = self._index(sample)
-        a = int(self._state.cell_of_sample[i])
-        return self._move(i, self.tables.num_samples, a, self._cell(row, dp_slot), apply=False)
+        return self._move(*self._relocation_arguments(sample, row, dp_slot), apply=False)
 
     def relocate(self, sample: int, row: int, dp_slot: int) -> LevelChange:
         """Move a sample to a cell.
@@ -1224,13 +1528,12 @@ class BlockLoads:
         InvalidInputError
             If :meth:`can_relocate` denies it.
         """
-        i = self._index(sample)
-        a = int(self._state.cell_of_sample[i])
-        return self._move(i, self.tables.num_samples, a, self._cell(row, dp_slot), apply=True)
+        return self._move(*self._relocation_arguments(sample, row, dp_slot), apply=True)
 
-    def _swap_arguments(self, sample: int, other: int) -> tuple[int, int, int, int]:
+    def _swap_arguments(self, sample: int, other: int) -> tuple[int, int, int, int, int]:
         i, j = self._index(sample), self._index(other)
-        return i, j, int(self._state.cell_of_sample[i]), int(self._state.cell_of_sample[j])
+        cells = self._state.cell_of_sample
+        return i, j, self.tables.num_samples, int(cells[i]), int(cells[j])
 
     def can_swap(self, sample: int, other: int) -> bool:
         """Whether swapping two samples keeps capacity."""
@@ -1249,6 +1552,45 @@ class BlockLoads:
             If :meth:`can_swap` denies it.
         """
         return self._move(*self._swap_arguments(sample, other), apply=True)
+
+    def _pair_arguments(self, sample: int, first: int, second: int) -> tuple[int, int, int, int, int]:
+        i, j, k = self._index(sample), self._index(first), self._index(second)
+        cells = self._state.cell_of_sample
+        faults = Faults()
+        if len({i, j, k}) < 3:
+            faults.add(f"samples {sample}, {first} and {second} are not three different ones")
+        if cells[j] != cells[k]:
+            faults.add(f"samples {first} and {second} are not in one cell")
+        faults.raise_if_any("pair")
+        return i, j, k, int(cells[i]), int(cells[j])
+
+    def can_swap_pair(self, sample: int, first: int, second: int) -> bool:
+        """Whether a sample and a pair of another cell may change places.
+
+        The move must keep capacity, the least samples of the cell of the pair and
+        equal samples of slots. A pair in the cell of the sample stays where it is.
+
+        Raises
+        ------
+        InvalidInputError
+            If the three samples are not different or the two of the pair not in one
+            cell; so do the other two methods.
+        """
+        return self._fits(*self._pair_arguments(sample, first, second))
+
+    def swap_pair_change(self, sample: int, first: int, second: int) -> LevelChange:
+        """Price swapping the cells of a sample and of a pair, whether or not they fit."""
+        return self._move(*self._pair_arguments(sample, first, second), apply=False)
+
+    def swap_pair(self, sample: int, first: int, second: int) -> LevelChange:
+        """Swap the cells of a sample and of two samples that share another cell.
+
+        Raises
+        ------
+        InvalidInputError
+            If :meth:`can_swap_pair` denies it.
+        """
+        return self._move(*self._pair_arguments(sample, first, second), apply=True)
 
     def exchange_change(self, row: int, shard: int, other_row: int, other_shard: int) -> LevelChange:
         """Price exchanging the places of two blocks."""
@@ -1293,15 +1635,21 @@ class BlockLoads:
         relocation_share: float = 0.25,
         exchange_share: float = 0.005,
         swap_window: int = 16,
+        pair_share: float = 0.0,
     ) -> WalkCounts:
         """Propose random moves and accept them by the Metropolis rule; releases the GIL.
 
         The energy is Σ_k energy_weights[k] · level_k as float64. A swap takes a
         random sample and a partner at most ``swap_window`` places away in the
         order of lengths; a relocation takes a random sample and cell; an exchange
-        takes two random blocks of different shards. Every kind is symmetric, so
-        the walk samples the Boltzmann distribution over the packings it reaches.
-        Moves that break capacity or the cell minimum count as rejected. The best
+        takes two random blocks of different shards. These kinds are symmetric. A
+        swap of one for two takes a random sample, another one of its cell and, as
+        their counterpart, one of the eight samples around their total length in the
+        order of lengths; from the other side the pair is drawn with a chance that is
+        (n_b − 1) / n_a times as large, where n_a samples shared the cell of the one
+        and n_b that of the pair, and the Hastings correction puts this ratio before
+        the Boltzmann factor. So the walk samples the Boltzmann distribution over the
+        packings it reaches. Moves that break capacity or the cell minimum count as rejected. The best
         packing by exact levels is archived on the way.
 
         Parameters
@@ -1310,7 +1658,8 @@ class BlockLoads:
             State of the generator; advanced in place.
         num_proposals : int
         temperature : float
-            In the unit of the energy; 0 accepts what does not raise the energy.
+            In the unit of the energy, not negative; 0 accepts what does not raise the
+            energy.
         energy_weights : sequence of 3 float
             Per work unit, not negative.
         relocation_share, exchange_share : float
@@ -1319,13 +1668,22 @@ class BlockLoads:
             or slots keep equal numbers of samples.
         swap_window : int
             Largest distance of swap partners in the order of lengths.
+        pair_share : float
+            Share of swaps of one for two among proposals, rounded alike; the three
+            shares add up to at most 1. Off when slots keep equal numbers of samples.
+            At 0 they cost nothing and draw no random numbers.
 
         Returns
         -------
         WalkCounts
+
+        Notes
+        -----
+        W. K. Hastings, Biometrika 57 (1970) 97, doi:10.1093/biomet/57.1.97.
         """
         t = self.tables.kernel_tables
         relocations = round(relocation_share * 4096)
+        pairs = 0 if t.fixed_slots else round(pair_share * 4096)
         exchanges = round(exchange_share * 4096) if t.num_shards > 1 and not t.fixed_slots else 0
         w0, w1, w2 = (float(weight) for weight in energy_weights)
         before = self._counts.copy()
@@ -1340,23 +1698,8 @@ class BlockLoads:
             w2,
             relocations,
             exchanges,
+            pairs,
             min(int(swap_window), max(t.num_samples - 1, 1)),
             int(num_proposals),
         )
         return WalkCounts(*(int(x) for x in self._counts - before))
-
-
-def warm_up() -> None:
-    """Compile the kernels, or load them from numba's cache, before time matters."""
-    tables = MoveTables(
-        np.full((4, 1, 2), 3, dtype=np.int64),
-        np.ones((1, 4), dtype=np.int64),
-        expert_unit=1,
-        aligned_lengths=np.ones(4, dtype=np.int64),
-        capacity=4,
-        num_rows=2,
-        shard_of_slot=[0, 1],
-    )
-    packing = BlockLoads(tables, [0, 0, 1, 1], [0, 1, 0, 1])
-    packing.swap(0, 1)
-    packing.walk(np.zeros(1, dtype=np.uint64), num_proposals=8, temperature=0.0, energy_weights=(1.0, 0.0, 0.0))

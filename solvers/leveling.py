@@ -556,8 +556,8 @@ class Schedule:
         block; falls geometrically. Both hold for packings within 1 % of level
         cells and ranks and rise with the power 3/2 of what is above that, up to a
         thousandfold.
-    relocation_share, exchange_share : float
-        Share of relocations and block exchanges among proposals.
+    relocation_share, exchange_share, pair_share : float
+        Share of relocations, block exchanges and one-for-two moves among proposals.
     swap_window : int
         Largest distance of swap partners in the order of lengths.
     total_weight : float
@@ -568,6 +568,7 @@ class Schedule:
     last: float = 1e-5
     relocation_share: float = 0.05
     exchange_share: float = 0.01
+    pair_share: float = 0.05
     swap_window: int = 8
     total_weight: float = 1.0
 
@@ -627,6 +628,7 @@ def polish(
             energy_weights=weights,
             relocation_share=schedule.relocation_share,
             exchange_share=schedule.exchange_share,
+            pair_share=schedule.pair_share,
             swap_window=schedule.swap_window,
         )
         done += step

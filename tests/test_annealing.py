@@ -115,6 +115,17 @@ def test_more_proposals_and_routing_awareness_pay() -> None:
     assert attention[0] <= attention[1]
 
 
+def test_one_for_two_is_a_move_of_its_own() -> None:
+    problem = routed_problem(5, num_samples=48)
+    scores = []
+    for share in (0.0, 0.3):
+        options = Annealing(pair_share=share)
+        packings = [pack(options, problem, iteration_limit=40_000, seed=2, num_threads=k) for k in (1, 2)]
+        scores.append(value(problem, packings[0]))
+        assert scores[-1] == value(problem, packings[1])
+    assert scores[0] != scores[1]
+
+
 def test_length_annealing_does_not_look_at_routing() -> None:
     problem = routed_problem(6)
     rng = np.random.default_rng(0)
@@ -276,6 +287,7 @@ def test_none_and_a_reason_without_a_start() -> None:
         ("annealing(energy_weights=(1, 2))", "energy_weights is"),
         ("annealing(energy_weights=(0, 0, 0))", "energy_weights is"),
         ("annealing(relocation_share=0.9, exchange_share=0.2)", "add up to at most 1"),
+        ("annealing(pair_share=0.8)", "pair_share 0.8; they must be shares of 0..1 that add up to at most 1"),
         ("annealing(num_chain=4)", "num_chains"),
     ],
 )

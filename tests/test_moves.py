@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routepack_opt.errors import InvalidInputError
-from routepack_opt.moves import BlockLoads, MoveTables, warm_up
+from routepack_opt.moves import BlockLoads, MoveTables
 from routepack_opt.plan import Packing, Placement, Plan
 from routepack_opt.score import evaluate
 from routepack_opt.solvers.seeds import RandomizedBestFit
@@ -98,7 +98,7 @@ def test_every_move_changes_the_levels_by_what_it_was_priced_at(seed: int) -> No
     best = loads.levels
     for _ in range(25):
         before = loads.levels
-        kind = int(case.rng.integers(3))
+        kind = int(case.rng.integers(4))
         i, j = (int(x) for x in case.rng.integers(0, case.n, 2))
         new_row, new_slot = row.copy(), slot.copy()
         if kind == 0:
@@ -116,6 +116,21 @@ def test_every_move_changes_the_levels_by_what_it_was_priced_at(seed: int) -> No
             grown = after > case.tokens(row, slot)
             assert allowed == (not bool((after[grown] > case.capacity).any()))
             apply = lambda: loads.swap(i, j)  # noqa: E731, B023
+        elif kind == 2:
+            k = int(case.rng.integers(case.n))
+            if len({i, j, k}) < 3 or (row[j], slot[j]) != (row[k], slot[k]):
+                with pytest.raises(InvalidInputError, match=r"not three different|not in one cell"):
+                    loads.swap_pair(i, j, k)
+                continue
+            pair = (int(j), k)
+            new_row[[i, *pair]], new_slot[[i, *pair]] = row[[j, i, i]], slot[[j, i, i]]
+            change, allowed = loads.swap_pair_change(i, *pair), loads.can_swap_pair(i, *pair)
+            after = case.tokens(new_row, new_slot)
+            grown = after > case.tokens(row, slot)
+            left = int(((new_row == row[j]) & (new_slot == slot[j])).sum())
+            stays = (row[i], slot[i]) == (row[j], slot[j])
+            assert allowed == (stays or (not bool((after[grown] > case.capacity).any()) and left >= case.least))
+            apply = lambda: loads.swap_pair(i, *pair)  # noqa: E731, B023
         else:
             (ra, rb), (ga, gb) = case.rng.integers(0, case.rows, 2), case.rng.integers(0, case.shards, 2)
             for r, g, to_r, to_g in ((ra, ga, rb, gb), (rb, gb, ra, ga)):
@@ -142,15 +157,25 @@ def test_every_move_changes_the_levels_by_what_it_was_priced_at(seed: int) -> No
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), temperature=st.sampled_from([0.0, 30.0, 3000.0]))
-def test_walks_keep_capacity_minimum_and_exact_levels(seed: int, temperature: float) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    temperature=st.sampled_from([0.0, 30.0, 3000.0]),
+    pair_share=st.sampled_from([0.0, 0.3, 0.7]),
+)
+def test_walks_keep_capacity_minimum_and_exact_levels(seed: int, temperature: float, pair_share: float) -> None:
     case = Case(seed)
+    options: dict[str, Any] = {
+        "num_proposals": 400,
+        "temperature": temperature,
+        "energy_weights": (1.0, 0.5, 0.25),
+        "pair_share": pair_share,
+    }
     loads = BlockLoads(case.tables(), case.row, case.slot)
     overfull = case.tokens(case.row, case.slot).clip(min=case.capacity)
     held = loads.cell_samples.clip(max=case.least)
     start = loads.levels
     rng = np.array([seed], dtype=np.uint64)
-    counts = loads.walk(rng, num_proposals=400, temperature=temperature, energy_weights=(1.0, 0.5, 0.25))
+    counts = loads.walk(rng, **options)
     assert counts.proposed == 400 >= counts.fitting >= counts.evaluated >= counts.accepted >= counts.improved
     row, slot = loads.packing()
     check(case, loads, row, slot)
@@ -162,9 +187,7 @@ def test_walks_keep_capacity_minimum_and_exact_levels(seed: int, temperature: fl
         assert case.tokens(row, slot).max() <= case.capacity
     assert (loads.cell_samples >= case.least).sum() >= (held >= case.least).sum()
     again = BlockLoads(case.tables(), case.row, case.slot)
-    again.walk(
-        np.array([seed], dtype=np.uint64), num_proposals=400, temperature=temperature, energy_weights=(1.0, 0.5, 0.25)
-    )
+    again.walk(np.array([seed], dtype=np.uint64), **options)
     assert np.array_equal(again.packing(), (row, slot))
 
 
@@ -175,37 +198,50 @@ def test_a_walk_at_temperature_zero_never_raises_the_energy(seed: int) -> None:
     loads = BlockLoads(case.tables(), case.row, case.slot)
     rng = np.array([seed], dtype=np.uint64)
     energy = sum(loads.levels)
-    for _ in range(20):
-        loads.walk(rng, num_proposals=10, temperature=0.0, energy_weights=(1.0, 1.0, 1.0))
+    for turn in range(20):
+        pairs = 0.5 * (turn % 2)
+        loads.walk(rng, num_proposals=10, temperature=0.0, energy_weights=(1.0, 1.0, 1.0), pair_share=pairs)
         assert sum(loads.levels) <= energy
         energy = sum(loads.levels)
 
 
-def test_a_walk_samples_the_boltzmann_distribution() -> None:
+@pytest.mark.parametrize("pair_share", [0.0, 0.6])
+def test_a_walk_samples_the_boltzmann_distribution(pair_share: float) -> None:
     case = Case(3, n=4, layers=3, ranks=3, shards=2, shard_size=1, rows=2, classes=2, unit=4, least=0)
     case.capacity = int(case.lengths.max()) + 6
     cells = [(r, d) for r in range(2) for d in range(2)]
-    energies = []
+    energy_of, sizes_of = {}, {}
     for choice in product(cells, repeat=4):
         row, slot = (np.array(part) for part in zip(*choice, strict=True))
         if case.tokens(row, slot).max() <= case.capacity:
             levels = case.levels(row, slot)
-            energies.append(levels[0] + 0.5 * levels[1] + 0.25 * levels[2])
-    values = np.array(energies)
+            energy_of[choice] = levels[0] + 0.5 * levels[1] + 0.25 * levels[2]
+            sizes_of[choice] = max(choice.count(cell) for cell in cells)
+    values = np.array(list(energy_of.values()))
     temperature = float(values.std())
     weights = np.exp(-(values - values.min()) / temperature)
-    expected = float((weights * values).sum() / weights.sum())
+    weights /= weights.sum()
+    expected = float((weights * values).sum())
     # A feasible start: the samples spread over the four cells.
     loads = BlockLoads(case.tables(), [0, 0, 1, 1], [0, 1, 0, 1])
     rng = np.array([7], dtype=np.uint64)
     seen = []
-    for _ in range(12_000):
-        loads.walk(rng, num_proposals=16, temperature=temperature, energy_weights=(1.0, 0.5, 0.25))
+    visits = dict.fromkeys(energy_of, 0)
+    for _ in range(24_000):
+        loads.walk(
+            rng, num_proposals=16, temperature=temperature, energy_weights=(1.0, 0.5, 0.25), pair_share=pair_share
+        )
         a, b, c = loads.levels
         seen.append(a + 0.5 * b + 0.25 * c)
+        visits[tuple((int(r), int(d)) for r, d in zip(*loads.packing(), strict=True))] += 1
     # The standard error is about 0.01 standard deviations; uniform sampling would be off by more than 0.5.
     assert abs(np.mean(seen) - expected) < 0.04 * temperature
     assert abs(values.mean() - expected) > 0.3 * temperature
+    # How crowded cells are is what a missing correction of one for two would shift.
+    shares = np.array(list(visits.values())) / len(seen)
+    crowd = np.array(list(sizes_of.values()))
+    for size in np.unique(crowd):
+        assert abs(shares[crowd == size].sum() - weights[crowd == size].sum()) < 0.015
 
 
 @settings(max_examples=30, deadline=None)
@@ -244,6 +280,10 @@ def test_loads_beyond_uint16_are_exact() -> None:
     check(case, loads, case.row, case.slot)
     loads.walk(np.array([1], dtype=np.uint64), num_proposals=500, temperature=1e6, energy_weights=(1.0, 1.0, 0.0))
     check(case, loads, *loads.packing())
+    options: dict[str, Any] = {"num_proposals": 500, "temperature": 1e6, "energy_weights": (1.0, 1.0, 0.0)}
+    counts = loads.walk(np.array([2], dtype=np.uint64), pair_share=0.75, **options)
+    assert counts.accepted > 0
+    check(case, loads, *loads.packing())
 
 
 def test_equal_slots_stay_equal() -> None:
@@ -252,7 +292,11 @@ def test_equal_slots_stay_equal() -> None:
     case.lengths[:], case.capacity = np.arange(12) % 3 + 1, 9
     loads = BlockLoads(case.tables(equal_samples_per_slot=True, min_samples_per_cell=0), case.row, case.slot)
     counts = loads.walk(
-        np.array([1], dtype=np.uint64), num_proposals=3000, temperature=1e9, energy_weights=(1.0, 1.0, 1.0)
+        np.array([1], dtype=np.uint64),
+        num_proposals=3000,
+        temperature=1e9,
+        energy_weights=(1.0, 1.0, 1.0),
+        pair_share=0.3,
     )
     assert counts.accepted > 100
     assert np.array_equal(np.bincount(loads.packing()[1], minlength=4), [3, 3, 3, 3])
@@ -327,12 +371,3 @@ def test_bad_input_is_named() -> None:
     ):
         with pytest.raises(InvalidInputError, match="outside"):
             call()
-
-
-def test_warm_up_leaves_kernels_ready() -> None:
-    warm_up()
-    from routepack_opt import moves
-
-    assert moves._walk.signatures
-    assert moves._move.signatures
-    assert moves._rebuild.signatures
