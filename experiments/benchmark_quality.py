@@ -44,7 +44,9 @@ PLANNERS = ("alternating", "lpt+annealing", "lpt+leveling", "lpt+length_annealin
 TARGETS = {"tiny-low": (1.5, 1.1), "flash-p8-low": (1.0, 0.5), "flash-p16-low": (2.0, 1.2)}
 LOW = ("tiny-low", "flash-p8-low", "flash-p16-low")
 FAMILIES = tuple(
-    f"{size}-{noise}" for noise in ("low", "gpt-oss-like", "high") for size in ("tiny", "flash-p8", "flash-p16")
+    f"{size}-{noise}"
+    for noise in ("low", "gpt-oss-like", "high")
+    for size in ("tiny", "flash-p8", "flash-p16", "flash-p32")
 )
 
 
