@@ -680,7 +680,7 @@ def _mix(counter: Any) -> Any:
     return z ^ (z >> np.uint64(31))
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, forceinline=True)
 def _draw_pair(tables: _Tables, state: _State, high: Number, low: Number, extra: Number) -> Any:
     """Draw j, another sample k of its cell and an i about as long as both together; whether they may change places.
 
@@ -718,7 +718,7 @@ def _draw_pair(tables: _Tables, state: _State, high: Number, low: Number, extra:
     return fill[Index(a)] + tokens <= capacity and fill[Index(b)] - tokens <= capacity, i, j, k
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, forceinline=True)
 def _price_pair(tables: _Tables, state: _State, i: Number, j: Number, k: Number, a: Number, b: Number) -> Any:
     """Exact changes of Σ_l max_p of two different blocks when i of cell ``a`` and j, k of ``b`` change places."""
     num_ranks, num_layers = np.uint64(tables.num_ranks), np.uint64(tables.num_layers)
@@ -797,7 +797,7 @@ def _apply(
         )
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, forceinline=True)
 def _try_pair(
     tables: _Tables,
     state: _State,
@@ -1176,7 +1176,8 @@ class MoveTables:
     min_samples_per_cell : int
         0 or 1; relocations never leave fewer.
     equal_samples_per_slot : bool
-        Relocations stay within a DP slot and labels are not exchanged, so that
+        Relocations stay within a DP slot, blocks are not exchanged and walks leave
+        out swaps of one for two, so that
         the number of samples of every slot stays what it is.
 
     Attributes
@@ -1677,11 +1678,22 @@ class BlockLoads:
         -------
         WalkCounts
 
+        Raises
+        ------
+        InvalidInputError
+            If the shares are below 0 or add up to more than 1.
+
         Notes
         -----
         W. K. Hastings, Biometrika 57 (1970) 97, doi:10.1093/biomet/57.1.97.
         """
         t = self.tables.kernel_tables
+        shares = (relocation_share, exchange_share, pair_share)
+        if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+            raise InvalidInputError(
+                f"relocation_share is {shares[0]!r}, exchange_share {shares[1]!r} and pair_share {shares[2]!r}; they "
+                "must not be below 0 nor add up to more than 1"
+            )
         relocations = round(relocation_share * 4096)
         pairs = 0 if t.fixed_slots else round(pair_share * 4096)
         exchanges = round(exchange_share * 4096) if t.num_shards > 1 and not t.fixed_slots else 0

@@ -205,8 +205,8 @@ def test_a_walk_at_temperature_zero_never_raises_the_energy(seed: int) -> None:
         energy = sum(loads.levels)
 
 
-@pytest.mark.parametrize("pair_share", [0.0, 0.6])
-def test_a_walk_samples_the_boltzmann_distribution(pair_share: float) -> None:
+@pytest.mark.parametrize(("relocation_share", "pair_share"), [(0.25, 0.0), (0.05, 0.9)])
+def test_a_walk_samples_the_boltzmann_distribution(relocation_share: float, pair_share: float) -> None:
     case = Case(3, n=4, layers=3, ranks=3, shards=2, shard_size=1, rows=2, classes=2, unit=4, least=0)
     case.capacity = int(case.lengths.max()) + 6
     cells = [(r, d) for r in range(2) for d in range(2)]
@@ -229,7 +229,12 @@ def test_a_walk_samples_the_boltzmann_distribution(pair_share: float) -> None:
     visits = dict.fromkeys(energy_of, 0)
     for _ in range(24_000):
         loads.walk(
-            rng, num_proposals=16, temperature=temperature, energy_weights=(1.0, 0.5, 0.25), pair_share=pair_share
+            rng,
+            num_proposals=16,
+            temperature=temperature,
+            energy_weights=(1.0, 0.5, 0.25),
+            relocation_share=relocation_share,
+            pair_share=pair_share,
         )
         a, b, c = loads.levels
         seen.append(a + 0.5 * b + 0.25 * c)
@@ -237,7 +242,7 @@ def test_a_walk_samples_the_boltzmann_distribution(pair_share: float) -> None:
     # The standard error is about 0.01 standard deviations; uniform sampling would be off by more than 0.5.
     assert abs(np.mean(seen) - expected) < 0.04 * temperature
     assert abs(values.mean() - expected) > 0.3 * temperature
-    # How crowded cells are is what a missing correction of one for two would shift.
+    # How crowded cells are is what a missing correction of one for two would shift, by 0.03 and more.
     shares = np.array(list(visits.values())) / len(seen)
     crowd = np.array(list(sizes_of.values()))
     for size in np.unique(crowd):
@@ -281,7 +286,7 @@ def test_loads_beyond_uint16_are_exact() -> None:
     loads.walk(np.array([1], dtype=np.uint64), num_proposals=500, temperature=1e6, energy_weights=(1.0, 1.0, 0.0))
     check(case, loads, *loads.packing())
     options: dict[str, Any] = {"num_proposals": 500, "temperature": 1e6, "energy_weights": (1.0, 1.0, 0.0)}
-    counts = loads.walk(np.array([2], dtype=np.uint64), pair_share=0.75, **options)
+    counts = loads.walk(np.array([2], dtype=np.uint64), pair_share=0.7, **options)
     assert counts.accepted > 0
     check(case, loads, *loads.packing())
 
@@ -371,3 +376,7 @@ def test_bad_input_is_named() -> None:
     ):
         with pytest.raises(InvalidInputError, match="outside"):
             call()
+    rng = np.zeros(1, dtype=np.uint64)
+    for share in (-0.1, 0.75):
+        with pytest.raises(InvalidInputError, match=f"pair_share {share}"):
+            loads.walk(rng, num_proposals=1, temperature=0.0, energy_weights=(1.0, 0.0, 0.0), pair_share=share)
