@@ -15,11 +15,12 @@ Three parts, gaps in % of the any-placement bound, medians over seeds:
 * ``pairs``: pairs of blocks of one shard packed anew, exactly, under the
   finished placement.
 
-Expected rows: one-for-two moves take about 0.05 points off ``lpt+annealing``;
-mixing helps where packing has much of the choice (the recorded trace and
-gpt-oss-20b, 4 experts a rank) and costs where placement has it; exact polishing
-of cells or pairs finds next to nothing in seconds that annealing needs
-milliseconds for.
+Expected rows: one-for-two moves take 0.01 to 0.05 points off ``lpt+annealing``;
+mixing helps where packing has much of the choice (gpt-oss-20b and the recorded
+trace, 4 experts a rank: 0.03 to 0.15 points) and costs where placement has it
+(0.05); three turns are better than one, eight no better than three. Exact
+polishing of cells or pairs finds nothing worth its seconds on the families and
+gpt-oss-20b; on the trace, small as it is, four blocks give 0.03 points.
 """
 
 from __future__ import annotations
