@@ -9,7 +9,7 @@ own, so that peak memory is theirs; counts are uint16 and stay so.
 
 Expected rows: exponents of at most 1 where the complexity is linear (within the
 interval), 2 for the pair merging of blocks; proposals nearly flat in N, but not
-quite: an exponent of about 0.35 between 512 and 8192 samples; N 2048, L 40,
+quite: an exponent of about 0.3 between 512 and 8192 samples; N 2048, L 40,
 E 256, P 32 planned in at most 10 s; N 8192, L 60, E 512, P 64, D 256, G 4 in at
 most 60 s and 6 GB.
 """
