@@ -40,6 +40,8 @@ from numba.extending import intrinsic
 
 from routepack_opt.arrays import IntArray
 from routepack_opt.errors import Faults, InvalidInputError
+from routepack_opt.rings import PAIR_WINDOW, change_ring, join, one_for_two, trade_places
+from routepack_opt.splitmix import GOLDEN, mix
 
 if TYPE_CHECKING:
     from routepack_opt.plan import Packing, Placement
@@ -51,7 +53,6 @@ Number = Any  # a scalar inside kernels, where numba infers the type
 
 Index = np.uint64  # numba adds no test for negative indices to unsigned ones
 
-_PAIR_WINDOW = 4  # samples on either side of the length of a pair that may change places with it
 _TILE = 8  # layers are padded to a multiple of this
 _INT32_MAX = 2**31 - 1
 
@@ -498,122 +499,54 @@ def _shift_loads(
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _trade_places(
-    next_in_cell: npt.NDArray[np.int32], previous_in_cell: npt.NDArray[np.int32], i: Number, j: Number
-) -> None:
-    """Put two samples of different cells into each other's place in the circular lists of the cells."""
-    after_i = next_in_cell[Index(i)]
-    before_i = previous_in_cell[Index(i)]
-    after_j = next_in_cell[Index(j)]
-    before_j = previous_in_cell[Index(j)]
-    next_in_cell[Index(before_i)] = j
-    previous_in_cell[Index(after_i)] = j
-    next_in_cell[Index(j)] = after_i
-    previous_in_cell[Index(j)] = before_i
-    next_in_cell[Index(before_j)] = i
-    previous_in_cell[Index(after_j)] = i
-    next_in_cell[Index(i)] = after_j
-    previous_in_cell[Index(i)] = before_j
+def _exchange(tables: _Tables, state: _State, i: Number, j: Number, a: Number, b: Number, changes: Any) -> None:
+    """Apply: sample i moves from cell ``a`` to ``b``, j (or the zero sample) from ``b`` to ``a``; levels excepted.
 
-
-@njit(cache=True, nogil=True, forceinline=True)
-def _join(
-    next_in_cell: npt.NDArray[np.int32], previous_in_cell: npt.NDArray[np.int32], i: Number, head: Number
-) -> None:
-    """Put a sample that is in no list behind the head of one."""
-    after = next_in_cell[Index(head)]
-    next_in_cell[Index(head)] = i
-    previous_in_cell[Index(after)] = i
-    next_in_cell[Index(i)] = after
-    previous_in_cell[Index(i)] = head
-
-
-@njit(cache=True, nogil=True, forceinline=True)
-def _change_list(
-    next_in_cell: npt.NDArray[np.int32], previous_in_cell: npt.NDArray[np.int32], i: Number, head: Number
-) -> None:
-    """Take a sample out of its list and put it behind the head of another one."""
-    after = next_in_cell[Index(i)]
-    before = previous_in_cell[Index(i)]
-    next_in_cell[Index(before)] = after
-    previous_in_cell[Index(after)] = before
-    _join(next_in_cell, previous_in_cell, i, head)
-
-
-@njit(cache=True, nogil=True, forceinline=True)
-def _exchange(
-    sample_loads: npt.NDArray[Any],
-    sample_load_sums: IntArray,
-    sample_attention: IntArray,
-    lengths: IntArray,
-    cell_of_sample: npt.NDArray[np.int32],
-    fill: IntArray,
-    size: IntArray,
-    next_in_cell: npt.NDArray[np.int32],
-    previous_in_cell: npt.NDArray[np.int32],
-    attention: IntArray,
-    peaks: IntArray,
-    loads: npt.NDArray[np.int32],
-    load_sums: IntArray,
-    expert: IntArray,
-    work: IntArray,
-    shard_of_block: IntArray,
-    shard_work: IntArray,
-    touched: npt.NDArray[np.int32],
-    is_touched: npt.NDArray[np.uint8],
-    shard_size: Number,
-    num_classes: Number,
-    span: Number,
-    i: Number,
-    j: Number,
-    a: Number,
-    b: Number,
-    block_a: Number,
-    block_b: Number,
-    change_a: Number,
-    change_b: Number,
-    expert_a: Number,
-    expert_b: Number,
-) -> None:
-    """Apply: sample i moves from cell ``a`` to ``b``, j (or the zero sample) from ``b`` to ``a``; levels excepted."""
+    ``changes`` are those of the work of both blocks and of their Σ_l max_p.
+    """
+    change_a, change_b, expert_a, expert_b = changes
+    block_a = np.int64(tables.block_of_cell[Index(a)])
+    block_b = np.int64(tables.block_of_cell[Index(b)])
+    cell_of_sample, touched, is_touched = state.cell_of_sample, state.touched, state.is_touched
+    num_samples, num_classes, shard_size = tables.num_samples, tables.num_classes, tables.shard_size
     cell_of_sample[Index(i)] = b
     _touch(touched, is_touched, i)
-    num_samples = cell_of_sample.shape[0]
     if j < num_samples:
         cell_of_sample[Index(j)] = a
         _touch(touched, is_touched, j)
-        _trade_places(next_in_cell, previous_in_cell, i, j)
+        trade_places(state.next_in_cell, state.previous_in_cell, i, j)
     else:
-        _change_list(next_in_cell, previous_in_cell, i, num_samples + b)
-        size[Index(a)] -= 1
-        size[Index(b)] += 1
-    tokens = lengths[Index(i)] - lengths[Index(j)]
-    fill[Index(a)] -= tokens
-    fill[Index(b)] += tokens
+        change_ring(state.next_in_cell, state.previous_in_cell, i, num_samples + b)
+        state.size[Index(a)] -= 1
+        state.size[Index(b)] += 1
+    tokens = tables.lengths[Index(i)] - tables.lengths[Index(j)]
+    state.fill[Index(a)] -= tokens
+    state.fill[Index(b)] += tokens
+    attention, peaks, sample_attention = state.attention, state.peaks, tables.attention
     for s in range(num_classes):
         x = sample_attention[Index(i * num_classes + s)] - sample_attention[Index(j * num_classes + s)]
         _change_attention(attention, peaks, shard_size, num_classes, block_a, a, s, -x)
         _change_attention(attention, peaks, shard_size, num_classes, block_b, b, s, x)
-    work[Index(block_a)] += change_a
-    shard_work[Index(shard_of_block[Index(block_a)])] += change_a
+    state.work[Index(block_a)] += change_a
+    state.shard_work[Index(state.shard_of_block[Index(block_a)])] += change_a
     if block_a != block_b:
-        work[Index(block_b)] += change_b
-        shard_work[Index(shard_of_block[Index(block_b)])] += change_b
-        width = np.uint64(span)
+        state.work[Index(block_b)] += change_b
+        state.shard_work[Index(state.shard_of_block[Index(block_b)])] += change_b
+        width = np.uint64(tables.num_ranks) * np.uint64(tables.num_layers)
         _shift_loads(
-            loads,
-            sample_loads,
+            state.loads,
+            tables.loads,
             np.uint64(block_a) * width,
             np.uint64(block_b) * width,
             np.uint64(i) * width,
             np.uint64(j) * width,
             width,
         )
-        sums = sample_load_sums[Index(i)] - sample_load_sums[Index(j)]
-        load_sums[Index(block_a)] -= sums
-        load_sums[Index(block_b)] += sums
-        expert[Index(block_a)] += expert_a
-        expert[Index(block_b)] += expert_b
+        sums = tables.load_sums[Index(i)] - tables.load_sums[Index(j)]
+        state.load_sums[Index(block_a)] -= sums
+        state.load_sums[Index(block_b)] += sums
+        state.expert[Index(block_a)] += expert_a
+        state.expert[Index(block_b)] += expert_b
 
 
 @njit(cache=True, nogil=True)
@@ -655,7 +588,7 @@ def _rebuild(tables: _Tables, state: _State) -> None:
         state.next_in_cell[head] = head
         state.previous_in_cell[head] = head
     for i in range(tables.num_samples):
-        _join(state.next_in_cell, state.previous_in_cell, i, tables.num_samples + state.cell_of_sample[i])
+        join(state.next_in_cell, state.previous_in_cell, i, tables.num_samples + state.cell_of_sample[i])
     levels[:] = 0
     for block in range(state.work.shape[0]):
         work = np.int64(0)
@@ -673,14 +606,6 @@ def _rebuild(tables: _Tables, state: _State) -> None:
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _mix(counter: Any) -> Any:
-    """Output function of SplitMix64 (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195)."""
-    z = (counter ^ (counter >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-@njit(cache=True, nogil=True, forceinline=True)
 def _draw_pair(tables: _Tables, state: _State, high: Number, low: Number, extra: Number) -> Any:
     """Draw j, another sample k of its cell and an i about as long as both together; whether they may change places.
 
@@ -693,27 +618,14 @@ def _draw_pair(tables: _Tables, state: _State, high: Number, low: Number, extra:
     size_b = size[Index(b)]
     if size_b < 2 or size_b <= tables.least_samples:
         return False, j, j, j
-    k = j
-    for _ in range(1 + np.int64(((extra >> np.uint64(32)) * np.uint64(size_b - 1)) >> np.uint64(32))):
-        k = np.int64(state.next_in_cell[Index(k)])
-        if k >= num_samples:
-            k = np.int64(state.next_in_cell[Index(k)])
-    tokens = lengths[Index(j)] + lengths[Index(k)]
-    # The first sample at least as long, or N: halving without branches.
-    place = np.int64(0)
-    left = num_samples
-    while left > 1:
-        half = left >> 1
-        place += half if lengths[Index(place + half - 1)] < tokens else 0
-        left -= half
-    place += lengths[Index(place)] < tokens
-    i = place - _PAIR_WINDOW + ((low * (2 * _PAIR_WINDOW)) >> 20)
+    steps = 1 + np.int64(((extra >> np.uint64(32)) * np.uint64(size_b - 1)) >> np.uint64(32))
+    i, k = one_for_two(state.next_in_cell, lengths, j, steps, (low * (2 * PAIR_WINDOW)) >> 20)
     if i < 0 or i >= num_samples:
         return False, i, j, k
     a = np.int64(cell_of_sample[Index(i)])
     if a == b:
         return False, i, j, k
-    tokens -= lengths[Index(i)]
+    tokens = lengths[Index(j)] + lengths[Index(k)] - lengths[Index(i)]
     capacity = tables.capacity
     return fill[Index(a)] + tokens <= capacity and fill[Index(b)] - tokens <= capacity, i, j, k
 
@@ -740,61 +652,11 @@ def _price_pair(tables: _Tables, state: _State, i: Number, j: Number, k: Number,
 
 
 @njit(cache=True, nogil=True)
-def _apply(
-    tables: _Tables,
-    state: _State,
-    i: Number,
-    j: Number,
-    k: Number,
-    a: Number,
-    b: Number,
-    changes: Any,
-) -> None:
-    """Apply: i moves from cell ``a`` to ``b``, j and k (each may be the zero sample) back; levels excepted.
-
-    ``changes`` are those of the work of both blocks and of their Σ_l max_p.
-    """
-    change_a, change_b, expert_a, expert_b = changes
-    for step in range(2):
-        if step == 1:
-            if k == tables.num_samples:
-                break
-            i, j, a, b = k, np.int64(tables.num_samples), b, a
-            change_a, change_b, expert_a, expert_b = 0, 0, 0, 0
-        _exchange(
-            tables.loads,
-            tables.load_sums,
-            tables.attention,
-            tables.lengths,
-            state.cell_of_sample,
-            state.fill,
-            state.size,
-            state.next_in_cell,
-            state.previous_in_cell,
-            state.attention,
-            state.peaks,
-            state.loads,
-            state.load_sums,
-            state.expert,
-            state.work,
-            state.shard_of_block,
-            state.shard_work,
-            state.touched,
-            state.is_touched,
-            tables.shard_size,
-            tables.num_classes,
-            np.uint64(tables.num_ranks) * np.uint64(tables.num_layers),
-            i,
-            j,
-            a,
-            b,
-            np.int64(tables.block_of_cell[Index(a)]),
-            np.int64(tables.block_of_cell[Index(b)]),
-            change_a,
-            change_b,
-            expert_a,
-            expert_b,
-        )
+def _apply(tables: _Tables, state: _State, i: Number, j: Number, k: Number, a: Number, b: Number, changes: Any) -> None:
+    """Apply: i moves from cell ``a`` to ``b``, j and k (each may be the zero sample) back; levels excepted."""
+    _exchange(tables, state, i, j, a, b, changes)
+    if k < tables.num_samples:
+        _exchange(tables, state, k, np.int64(tables.num_samples), b, a, (0, 0, 0, 0))
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -894,8 +756,6 @@ def _walk(
     cell_of_sample = state.cell_of_sample
     fill = state.fill
     size = state.size
-    next_in_cell = state.next_in_cell
-    previous_in_cell = state.previous_in_cell
     attention = state.attention
     peaks = state.peaks
     loads = state.loads
@@ -922,7 +782,7 @@ def _walk(
     weights = (weight_0, weight_1, weight_2)
     level_0, level_1, level_2 = levels[0], levels[1], levels[2]
     best_0, best_1, best_2 = state.best_levels[0], state.best_levels[1], state.best_levels[2]
-    golden = np.uint64(0x9E3779B97F4A7C15)
+    golden = np.uint64(GOLDEN)
     counter = rng[0]
     fitting = 0
     evaluated = 0
@@ -930,9 +790,9 @@ def _walk(
     improved = 0
     for _ in range(num_proposals):
         counter += golden
-        bits = _mix(counter)
+        bits = mix(counter)
         counter += golden
-        uniform = (np.float64(_mix(counter) >> np.uint64(11)) + 1.0) * (1.0 / 9007199254740992.0)
+        uniform = (np.float64(mix(counter) >> np.uint64(11)) + 1.0) * (1.0 / 9007199254740992.0)
         slack = temperature * (1.0 - uniform)  # −T ln u lies between this and this over u
         kind = np.int64(bits & np.uint64(0xFFF))
         x = np.int64((bits >> np.uint64(12)) & np.uint64(0xFFFFF))
@@ -962,7 +822,7 @@ def _walk(
             row_of_block[Index(block_b)] = row
         elif kind >= 4096 - pairs:
             counter += golden
-            drawn, i, j, k = _draw_pair(tables, state, high, x, _mix(counter))
+            drawn, i, j, k = _draw_pair(tables, state, high, x, mix(counter))
             if not drawn:
                 continue
             fitting += 1
@@ -1057,40 +917,7 @@ def _walk(
             new_1 = level_1 + change_a + change_b
             if energy > 0.0 and (energy * uniform > slack or energy > -temperature * np.log(uniform)):
                 continue
-            _exchange(
-                sample_loads,
-                sample_load_sums,
-                sample_attention,
-                lengths,
-                cell_of_sample,
-                fill,
-                size,
-                next_in_cell,
-                previous_in_cell,
-                attention,
-                peaks,
-                loads,
-                load_sums,
-                expert,
-                work,
-                shard_of_block,
-                shard_work,
-                touched,
-                is_touched,
-                shard_size,
-                num_classes,
-                span,
-                i,
-                j,
-                a,
-                b,
-                block_a,
-                block_b,
-                change_a,
-                change_b,
-                expert_a,
-                expert_b,
-            )
+            _exchange(tables, state, i, j, a, b, (change_a, change_b, expert_a, expert_b))
         level_0 = new_0
         level_1 = new_1
         level_2 = new_2

@@ -40,8 +40,10 @@ from routepack_opt.errors import Faults, InvalidInputError
 from routepack_opt.moves import BlockLoads, MoveTables
 from routepack_opt.plan import Packing, Placement
 from routepack_opt.problem import WORK_LIMIT, Problem
+from routepack_opt.rings import PAIR_WINDOW, change_ring, join, one_for_two, trade_places
 from routepack_opt.solver import Run, Solver
 from routepack_opt.solvers.seeds import Ffd, RandomizedBestFit, WindowShuffle
+from routepack_opt.splitmix import next_number
 
 __all__ = ["Leveling", "Schedule", "deal", "ideal_tables", "level", "polish"]
 
@@ -51,19 +53,8 @@ _SLICE = 16_384  # proposals of one kernel call on exact levels
 _SPREAD_SLICE = 131_072  # proposals of one kernel call on the spread: about 15 ms
 _TIMED_SLICE = 16_384  # the same where the temperature follows the clock
 _RELOCATIONS, _PAIRS = 205, 400  # chances in 4096 of a relocation and of an exchange of one for two
-_PAIR_WINDOW = 4  # how far, in the order of lengths, the one may be from the length of the two
 _INT32_MAX = 2**31 - 1
 _SHARD_WEIGHT = 0.03  # of the shards' ideal work beside that of cells, before squaring
-
-
-@njit(cache=True, nogil=True)
-def _next(rng: npt.NDArray[np.uint64]) -> Any:
-    """One 64-bit number of the SplitMix64 sequence (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195)."""
-    rng[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = rng[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 @njit(cache=True, nogil=True)
@@ -116,16 +107,6 @@ def _spread(cell_of_sample: npt.NDArray[np.int32], work: FloatArray, num_blocks:
     return total
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _replace(following: npt.NDArray[np.int32], previous: npt.NDArray[np.int32], old: Any, new: Any) -> None:
-    """Put ``new`` into the ring of ``old``, in its place."""
-    before, after = previous[old], following[old]
-    if before == old:
-        before, after = new, new
-    following[new], previous[new] = after, before
-    following[before], previous[after] = new, new
-
-
 @njit(cache=True, nogil=True, fastmath=True)
 def _walk_spread(
     cell_of_sample: npt.NDArray[np.int32],
@@ -160,10 +141,8 @@ def _walk_spread(
     shards = np.zeros(num_shards)
     fill = np.zeros(num_cells, dtype=np.int64)
     size = np.zeros(num_cells, dtype=np.int64)
-    # The samples of a cell form a ring.
-    following = np.arange(num_samples).astype(np.int32)
-    previous = np.arange(num_samples).astype(np.int32)
-    member = np.full(num_cells, -1, dtype=np.int32)
+    following = np.arange(num_samples + num_cells).astype(np.int32)
+    previous = np.arange(num_samples + num_cells).astype(np.int32)
     for sample in range(num_samples):
         cell = cell_of_sample[sample]
         for s in range(num_classes):
@@ -172,16 +151,11 @@ def _walk_spread(
         shards[(cell // shard_size) % num_shards] += share_of_shard[sample]
         fill[cell] += lengths[sample]
         size[cell] += 1
-        if member[cell] >= 0:
-            last = previous[member[cell]]
-            following[last], previous[sample] = sample, last
-            following[sample], previous[member[cell]] = member[cell], sample
-        else:
-            member[cell] = sample
+        join(following, previous, sample, previous[num_samples + cell])
     share = 1.0 / shard_size
     for _ in range(num_proposals):
         temperature *= ratio
-        bits = _next(rng)
+        bits = next_number(rng)
         kind = np.int64(bits & np.uint64(0xFFF))
         x = np.int64((bits >> np.uint64(12)) & np.uint64(0xFFFFF))
         i = np.int64(((bits >> np.uint64(32)) * np.uint64(num_samples)) >> np.uint64(32))
@@ -198,11 +172,8 @@ def _walk_spread(
             b = np.int64(cell_of_sample[j])
             if size[b] < 2:
                 continue
-            k = np.int64(following[j])
-            for _step in range((x * (size[b] - 1)) >> 20):
-                k = np.int64(following[k])
-            i = np.int64(np.searchsorted(lengths[:num_samples], lengths[j] + lengths[k]) - _PAIR_WINDOW)
-            i += np.int64(((_next(rng) >> np.uint64(32)) * np.uint64(2 * _PAIR_WINDOW)) >> np.uint64(32))
+            offset = np.int64(((next_number(rng) >> np.uint64(32)) * np.uint64(2 * PAIR_WINDOW)) >> np.uint64(32))
+            i, k = one_for_two(following, lengths, j, 1 + ((x * (size[b] - 1)) >> 20), offset)
             if i < 0 or i >= num_samples:
                 continue
             a = np.int64(cell_of_sample[i])
@@ -243,42 +214,21 @@ def _walk_spread(
                 d = work[j, s] + work[k, s] - work[i, s]
                 energy += d * (2.0 * (cells[a, s] - cells[b, s] + d))
         if energy > 0.0 or chances < 1.0:
-            uniform = (np.float64(_next(rng) >> np.uint64(11)) + 1.0) * (1.0 / 9007199254740992.0) / chances
+            uniform = (np.float64(next_number(rng) >> np.uint64(11)) + 1.0) * (1.0 / 9007199254740992.0) / chances
             # −T ln u is at most T (1 − u) / u.
             if energy * uniform > temperature * (1.0 - uniform) or energy > -temperature * np.log(uniform):
                 continue
         cell_of_sample[i] = b
-        moved = j if j < num_samples else i  # what leaves its ring for the other cell's in the end
+        moved, source, target = i, a, b  # what one cell has more afterwards, and the other less
         if j < num_samples:
             cell_of_sample[j] = a
-            left: Any = previous[j]
-            right: Any = following[j]
-            _replace(following, previous, i, j)
-            if left == j:
-                left, right = np.int32(i), np.int32(i)
-            following[i], previous[i] = right, left
-            following[left], previous[right] = i, i
-            if member[a] == i:
-                member[a] = j
-            if member[b] == j:
-                member[b] = i
-            moved = k
+            trade_places(following, previous, i, j)
+            moved, source, target = k, b, a
         if moved < num_samples:
-            source, target = (b, a) if moved == k else (a, b)
             cell_of_sample[moved] = target
             size[source] -= 1
             size[target] += 1
-            before, after = previous[moved], following[moved]
-            following[before], previous[after] = after, before
-            if member[source] == moved:
-                member[source] = after if after != moved else -1
-            following[moved], previous[moved] = moved, moved
-            if member[target] >= 0:
-                last = previous[member[target]]
-                following[last], previous[moved] = moved, last
-                following[moved], previous[member[target]] = member[target], moved
-            else:
-                member[target] = moved
+            change_ring(following, previous, moved, previous[num_samples + target])
         fill[a] += tokens
         fill[b] -= tokens
         if shard_a != shard_b:

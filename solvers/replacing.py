@@ -53,6 +53,7 @@ from routepack_opt.errors import Faults
 from routepack_opt.plan import Packing, Placement
 from routepack_opt.problem import Problem
 from routepack_opt.solver import Run, Solver
+from routepack_opt.splitmix import next_number
 
 __all__ = ["Fit", "Replacing", "fit_ranks", "sum_blocks"]
 
@@ -287,16 +288,6 @@ _swap_peaks: Any = intrinsic(_swap_peaks_code)
 
 
 @njit(cache=True, nogil=True)
-def _next(rng: npt.NDArray[np.uint64]) -> Any:
-    """One 64-bit number of the SplitMix64 sequence (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195)."""
-    rng[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = rng[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-@njit(cache=True, nogil=True)
 def _sum_blocks(
     counts: npt.NDArray[Any],
     block_of_sample: IntArray,
@@ -428,7 +419,7 @@ def _anneal_spread(
     half_price = np.float32(price)
     exchanges = 0
     for _ in range(num_steps):
-        bits = _next(rng)
+        bits = next_number(rng)
         picked = np.int64(((bits >> np.uint64(32)) * np.uint64(num_experts)) >> np.uint64(32))
         noise_start = np.int64(bits & np.uint64(_NOISE - 1))
         now = np.float32(temperature)

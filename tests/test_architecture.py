@@ -17,7 +17,7 @@ PACKAGE = ROOT / "routepack_opt"
 #: Modules by layer; a module may import from its own layer's earlier modules and from lower layers.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"arrays", "files", "highs"},
+    {"arrays", "files", "highs", "rings", "splitmix"},
     {"rows", "cost", "batch", "counting"},
     {"problem"},
     {"plan", "recorded"},
