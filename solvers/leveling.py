@@ -282,6 +282,44 @@ class _Levels:
             inside[list(shard)] = np.arange(self.shard_size)
         self._place_in_shard = inside
         self._slots: IntArray = np.array(problem.shards, dtype=np.int64)
+        # Moves of the walk: chances in 4096 of those that change how many samples slots hold; the rest are swaps.
+        self.relocations = 0 if problem.equal_samples_per_slot else _RELOCATIONS
+        self.pairs = 0 if problem.equal_samples_per_slot else _PAIRS
+        self.window = max(1, min(self.shard_size, problem.num_samples - 1))
+
+    def walk(
+        self,
+        cells: npt.NDArray[np.int32],
+        stream: npt.NDArray[np.uint64],
+        *,
+        num_proposals: int,
+        temperature: float,
+        ratio: float = 1.0,
+        penalty: float,
+    ) -> int:
+        """Metropolis walk on the spread, the temperature changing by ``ratio`` a proposal; tokens above capacity."""
+        problem = self.problem
+        return int(
+            _walk_spread(
+                cells,
+                self.work,
+                self.share_of_shard,
+                self.lengths,
+                self.num_blocks,
+                self.shard_size,
+                problem.num_shards,
+                problem.capacity,
+                penalty,
+                problem.min_samples_per_cell,
+                temperature,
+                ratio,
+                num_proposals,
+                self.window,
+                self.relocations,
+                self.pairs,
+                stream,
+            )
+        )
 
     def cells_of(self, packing: Packing) -> npt.NDArray[np.int32]:
         """Cells of a packing, by sorted sample."""
@@ -313,6 +351,16 @@ def deal(problem: Problem) -> tuple[IntArray, IntArray]:
     """
     levels = _Levels(problem)
     return levels.packing_of(_deal(levels.lengths[:-1], levels.num_blocks, levels.shard_size, problem.capacity))
+
+
+def _used(done: int, amount: int | None, elapsed: float, seconds: float) -> float:
+    """Share of a budget that is used up, by the faster of amount (None: none is set) and time."""
+    used = 0.0
+    if amount is not None:
+        used = done / amount if amount else 1.0
+    if math.isfinite(seconds):
+        used = max(used, elapsed / seconds if seconds > 0.0 else 1.0)
+    return used
 
 
 def _seeded(problem: Problem, rng: np.random.Generator) -> Packing | None:
@@ -366,59 +414,40 @@ def level(
         raise InvalidInputError("num_proposals is None and seconds is infinite; give one of them")
     levels = _Levels(problem)
     stream = rng.integers(0, 2**64, size=1, dtype=np.uint64)
-    relocations = 0 if problem.equal_samples_per_slot else _RELOCATIONS
-    pairs = 0 if problem.equal_samples_per_slot else _PAIRS
-    window = max(1, min(levels.shard_size, problem.num_samples - 1))
     begin = clock()
 
     def walk(
-        cells: npt.NDArray[np.int32], amount: int | None, first: float, last: float, penalty: float, *, timed: bool
+        cells: npt.NDArray[np.int32], amount: int | None, seconds: float, first: float, last: float, penalty: float
     ) -> int:
-        """Walk until the amount is done or, timed, the time is up; tokens above capacity at the end."""
-        ratio = 1.0
-        if not timed and amount and first > 0.0:
-            ratio = (last / first) ** (1.0 / amount)
-        done, over = 0, 0
+        """Walk until the budget is used up; tokens above capacity at the end."""
+        timed = math.isfinite(seconds)
+        ratio = (last / first) ** (1.0 / amount) if not timed and amount and first > 0.0 else 1.0
+        done = 0
         while True:
-            fraction = 0.0 if amount is None else done / max(1, amount)
-            if timed:
-                fraction = max(fraction, (clock() - begin) / seconds if seconds > 0.0 else 1.0)
+            used = min(_used(done, amount, clock() - begin, seconds), 1.0)
             step = _TIMED_SLICE if timed else _SPREAD_SLICE
             if amount is not None:
                 step = min(step, amount - done)
-            if fraction >= 1.0 and done:
-                return over
-            over = _walk_spread(
+            over = levels.walk(
                 cells,
-                levels.work,
-                levels.share_of_shard,
-                levels.lengths,
-                levels.num_blocks,
-                levels.shard_size,
-                problem.num_shards,
-                problem.capacity,
-                penalty,
-                problem.min_samples_per_cell,
-                first * (last / first) ** min(fraction, 1.0) if first > 0.0 else 0.0,
-                ratio,
-                step,
-                window,
-                relocations,
-                pairs,
                 stream,
+                num_proposals=step,
+                temperature=first * (last / first) ** used if first > 0.0 else 0.0,
+                ratio=ratio,
+                penalty=penalty,
             )
             done += step
-            if (amount is not None and done >= amount) or (stopped is not None and stopped()):
+            if _used(done, amount, clock() - begin, seconds) >= 1.0 or (stopped is not None and stopped()):
                 return over
 
     def anneal(cells: npt.NDArray[np.int32]) -> int:
         spread = _spread(cells, levels.work, levels.num_blocks, levels.shard_size)
         first = 0.25 * spread / (levels.num_blocks * levels.shard_size)
-        over = walk(cells, num_proposals, first, 1e-4 * first, levels.penalty, timed=math.isfinite(seconds))
+        over = walk(cells, num_proposals, seconds, first, 1e-4 * first, levels.penalty)
         for factor in (1e2, 1e4, 1e6):
             if over:
                 amount = 64 * problem.num_samples
-                over = walk(cells, amount, 1e-4 * first, 1e-5 * first, levels.penalty * factor, timed=False)
+                over = walk(cells, amount, math.inf, 1e-4 * first, 1e-5 * first, levels.penalty * factor)
         return over
 
     enough = problem.num_samples >= problem.num_cells or not problem.min_samples_per_cell
@@ -530,7 +559,7 @@ def polish(
     *,
     num_proposals: int | None,
     seconds: float = math.inf,
-    clock: Callable[[], float] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     heated: bool = True,
     stopped: Callable[[], bool] | None = None,
 ) -> int:
@@ -546,8 +575,8 @@ def polish(
         None: until ``seconds`` are over.
     seconds : float
         Wall time; the temperature follows whichever budget is used up faster.
-    clock : callable, optional
-        Seconds now, needed with a finite ``seconds``.
+    clock : callable
+        Seconds now.
     heated : bool
         Raise the temperatures for packings that are far from level; off: take
         those of the schedule as they are.
@@ -562,12 +591,10 @@ def polish(
     mean = max(1.0, loads.levels[1] / (loads.tables.num_rows * num_shards))
     heat = _heat(loads) if heated else 1.0
     weights = (1.0 / mean, (schedule.total_weight if num_shards > 1 else 0.0) / mean, 0.0)
-    start = clock() if clock is not None else 0.0
+    start = clock()
     done = 0
     while stopped is None or not stopped():
-        fraction = 0.0 if num_proposals is None else done / num_proposals
-        if clock is not None and math.isfinite(seconds):
-            fraction = max(fraction, (clock() - start) / seconds if seconds > 0.0 else 1.0)
+        fraction = _used(done, num_proposals, clock() - start, seconds)
         if fraction >= 1.0:
             break
         step = _SLICE if num_proposals is None else min(_SLICE, -(-num_proposals // 32), num_proposals - done)

@@ -17,7 +17,7 @@ from routepack_opt.plan import Packing, Placement, Plan
 from routepack_opt.planning import pack
 from routepack_opt.problem import Problem
 from routepack_opt.score import evaluate, packing_violations
-from routepack_opt.solvers.leveling import Leveling, _Levels, _walk_spread, deal, ideal_tables, level
+from routepack_opt.solvers.leveling import Leveling, _Levels, deal, ideal_tables, level
 
 
 def medium(seed, *, num_samples=96, num_shards=2, fill=0.9, **options):
@@ -142,30 +142,21 @@ def test_refuses_what_cannot_be_meant():
 @pytest.mark.parametrize("shares", [(0, 4096), (2048, 2048), (1024, 1024)])
 @pytest.mark.parametrize("least", [0, 1])
 def test_every_kind_of_move_keeps_samples_and_capacity(shares, least):
-    problem = medium(2, num_samples=160, fill=0.9)
+    problem = medium(2, num_samples=160, fill=0.9, min_samples_per_cell=least)
     levels = _Levels(problem)
+    levels.relocations, levels.pairs = shares
+    levels.window = 4
     start = levels.cells_of(pack(problem, "ffd").packing)
     cells = start.copy()
     held = [np.bincount(start, minlength=problem.num_cells)]
     stream = np.array([3], dtype=np.uint64)
     for _ in range(4):
-        over = _walk_spread(
+        over = levels.walk(
             cells,
-            levels.work,
-            levels.share_of_shard,
-            levels.lengths,
-            levels.num_blocks,
-            levels.shard_size,
-            problem.num_shards,
-            problem.capacity,
-            levels.penalty,
-            least,
-            1e3 * levels.work.max() ** 2,
-            1.0,
-            5_000,
-            4,
-            *shares,
             stream,
+            num_proposals=5_000,
+            temperature=1e3 * levels.work.max() ** 2,
+            penalty=levels.penalty,
         )
         fill = np.bincount(cells, weights=levels.lengths[:-1], minlength=problem.num_cells)
         assert over == np.maximum(fill - problem.capacity, 0).sum()
@@ -184,33 +175,30 @@ def test_one_for_two_levels_full_cells_further():
         for seed in range(4):
             problem = medium(seed, num_samples=200, fill=0.97)
             levels = _Levels(problem)
+            levels.pairs = pairs
             cells = levels.cells_of(pack(problem, "ffd").packing)
             stream = np.array([seed], dtype=np.uint64)
             for temperature in np.geomspace(1e-1, 1e-6, 40):
-                _walk_spread(
+                levels.walk(
                     cells,
-                    levels.work,
-                    levels.share_of_shard,
-                    levels.lengths,
-                    levels.num_blocks,
-                    levels.shard_size,
-                    problem.num_shards,
-                    problem.capacity,
-                    1e3 * levels.penalty,
-                    0,
-                    temperature * levels.work.max() ** 2,
-                    1.0,
-                    4_000,
-                    8,
-                    205,
-                    pairs,
                     stream,
+                    num_proposals=4_000,
+                    temperature=temperature * levels.work.max() ** 2,
+                    penalty=1e3 * levels.penalty,
                 )
             packing = Packing.from_arrays(*levels.packing_of(cells))
             assert packing_violations(problem, packing) == []
             best.append(attention(problem, packing) / int(problem.attention_work.sum()) * levels.shard_size - 1)
         spreads.append(np.mean(best))
     assert spreads[1] < 0.9 * spreads[0]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_all_of_the_budget_or_none_for_the_spread(share):
+    problem = medium(4, num_samples=120)
+    for limit in ({"iteration_limit": 5_000}, {"time_limit": 0.1}):
+        result = pack(problem, f"leveling(spread_share={share})", **limit)
+        assert packing_violations(problem, result.packing) == []
 
 
 def test_the_clock_is_a_budget_too_and_one_is_needed():
