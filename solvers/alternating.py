@@ -62,6 +62,8 @@ _SMALL_STARTS = 8
 #: the planner's own.
 _SMALL_WEIGHTS = (0.5, 1.0)
 
+#: Turns, if nothing else is asked for.
+_ROUNDS = 3
 _REPACK = leveling.Schedule(first=5e-5, last=2e-6, exchange_share=0.02)
 #: How much hotter a repacking starts where all the choice is packing's.
 _HOT_REPACK = 6.0
@@ -86,14 +88,15 @@ class Alternating(Solver):
 
     Attributes
     ----------
-    rounds : int
-        Placements, each followed by a repacking; the time limit ends them earlier.
-        Has no meaning where ``mixed``.
+    rounds : int or None
+        Turns: placements, each followed by a repacking; the time limit ends them
+        earlier. Default: 3.
     mixed : bool or None
         Mix expert swaps and packing moves in one annealing run instead of taking
         long turns. Default: where packing has much of the choice, see
-        :func:`packing_leads`. Problems of at most 64 samples and runs with a
-        ``move_limit`` always take turns.
+        :func:`packing_leads`, but not on problems of at most 64 samples, under a
+        ``move_limit``, or where ``rounds`` or ``sweeps`` are given, which are of
+        turns and refused beside ``mixed=True``.
     packing_share : float or None
         Share of the budget for the first packing; half of it is the share of
         every repacking but the last, which takes what is left. Default: a quarter,
@@ -103,8 +106,8 @@ class Alternating(Solver):
         placement for the window comes first. Default: by how much there is to
         choose, see :func:`packing_leads`; next to nothing with 32 experts a rank.
     sweeps : float or None
-        Visits of each expert in a placement. Default: what the time limit
-        allows; 40 without one.
+        Visits of each expert in the placement of a turn. Default: what the time
+        limit allows; 40 without one.
     window_tolerance : float
         How far above the mean rank the window load of the hottest rank may be
         put, relative.
@@ -122,7 +125,7 @@ class Alternating(Solver):
     """
 
     name: ClassVar[str] = "alternating"
-    rounds: int = 3
+    rounds: int | None = None
     mixed: bool | None = None
     packing_share: float | None = None
     routing_weight: float | None = None
@@ -133,10 +136,17 @@ class Alternating(Solver):
 
     def __post_init__(self) -> None:
         faults = Faults()
-        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 1:
-            faults.add(f"rounds is {self.rounds!r}; it must be an integer of at least 1")
+        rounds = self.rounds
+        if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1):
+            faults.add(f"rounds is {rounds!r}; it must be None or an integer of at least 1")
         if self.mixed is not None and not isinstance(self.mixed, bool):
             faults.add(f"mixed is {self.mixed!r}; it must be True, False or None")
+        if self.mixed is True:
+            for name in ("rounds", "sweeps"):
+                if getattr(self, name) is not None:
+                    faults.add(
+                        f"{name} is {getattr(self, name)!r}, but mixed=True takes no turns; leave one of them out"
+                    )
         share, weight = self.packing_share, self.routing_weight
         if share is not None and (not _is_number(share) or not 0 < share < 1):
             faults.add(f"packing_share is {share!r}; it must be None or a number between 0 and 1")
@@ -192,9 +202,11 @@ class _Turns:
         self.seed = int(run.rng.integers(2**62))
         leads = packing_leads(problem)
         self.weight = leads if options.routing_weight is None else options.routing_weight
+        self.rounds = options.rounds or _ROUNDS
         # Where few experts may move, every placement starts from the previous one, so short visits lead nowhere.
-        turns_only = self.small or (options.move_limit is not None and run.previous_placement is not None)
-        self.mixed = (leads >= _MIXED_FROM if options.mixed is None else options.mixed) and not turns_only
+        limited = options.move_limit is not None and run.previous_placement is not None
+        turns = self.small or limited or options.rounds is not None or options.sweeps is not None
+        self.mixed = leads >= _MIXED_FROM and not turns if options.mixed is None else options.mixed
         heat = math.pow(_HOT_MIXED, leads) if self.mixed else 1.0
         self.schedule = replace(
             _REPACK,
@@ -216,7 +228,7 @@ class _Turns:
 
     def take_turns(self, start: int) -> bool:
         """Pack, then place and repack in turns; False if no packing is found."""
-        problem, run, options = self.problem, self.run, self.options
+        problem, run = self.problem, self.run
         if not problem.num_layers:
             empty = Placement.contiguous(0, 0, ep_size=problem.ep_size)
             packing = self.first_packing(empty, start, share=1.0, weight=0.0)
@@ -243,19 +255,19 @@ class _Turns:
         if self.mixed:
             self.mix(packing, ranks, start)
             return True
-        for turn in range(options.rounds):
+        for turn in range(self.rounds):
             if self.planned and self.exhausted():
                 break
-            sweeps = self.affordable_sweeps(options.rounds - turn)
+            sweeps = self.affordable_sweeps(self.rounds - turn)
             ranks = self.replace(packing, ranks, sweeps, number=(start, 1 + turn))
             placement = self.placement(ranks)
             self.archive(Plan.of(problem, placement, packing))
             if self.exhausted():
                 break
-            share = 1.0 if turn + 1 == options.rounds and not self.small else self.share / 2.0
+            share = 1.0 if turn + 1 == self.rounds and not self.small else self.share / 2.0
             packing = self.repack(placement, packing, share=share, number=(start, turn))
             self.archive(Plan.of(problem, placement, packing))
-            run.progress(None if self.small else (turn + 1) / options.rounds)
+            run.progress(None if self.small else (turn + 1) / self.rounds)
         return True
 
     def mix(self, packing: Packing, ranks: npt.NDArray[np.int32], start: int) -> None:
@@ -374,16 +386,17 @@ class _Turns:
             child.iteration_limit = iterations
             self.spend(iterations or 0)
             return packer.pack(problem, guide, child)
+        leveler, schedule = leveling.Leveling(num_chains=1), leveling.Schedule()
+        if not self.small:
+            # The more the routing term weighs, the more there is to do on the exact levels, and the hotter.
+            leveler = leveling.Leveling(spread_share=max(0.1, _SPREAD_SHARE * (1.0 - weight)))
+            schedule = leveling.Schedule(first=5e-5 * 6.0**weight, last=5e-6 * 2.0**weight)
         found = leveling.search(
             problem,
             tables,
             run,
-            leveling.Leveling(num_chains=1)
-            if self.small
-            else leveling.Leveling(spread_share=max(0.1, _SPREAD_SHARE * (1.0 - weight))),
-            schedule=leveling.Schedule()
-            if self.small
-            else leveling.Schedule(first=5e-5 * 6.0**weight, last=5e-6 * 2.0**weight),
+            leveler,
+            schedule=schedule,
             rng=self.generator(0, (start, 0)),
             seconds=run.time_left() * share,
             iterations=iterations,

@@ -87,8 +87,8 @@ class Annealing(Solver):
     relocation_share, exchange_share, pair_share : float
         Share of relocations, block exchanges and one-for-two moves (one sample for
         two of its length) among proposals; the rest are swaps. The paper has no
-        one-for-two moves; a share of 0.05 takes some 0.05 points off the gap where
-        cells are full.
+        one-for-two moves; ``experiments/candidates.py`` shows what a share of 0.05
+        is worth.
     swap_window : int
         Largest distance of swap partners in the order of lengths.
 

@@ -36,6 +36,23 @@ def problem():
     )
 
 
+@pytest.fixture(scope="module")
+def few(problem):
+    """Two experts a rank, six layers."""
+    rng = np.random.default_rng(0)
+    share = rng.dirichlet(np.full(16, 2.0), size=(problem.num_samples, 6))
+    return Problem.from_arrays(
+        problem.lengths,
+        rng.multinomial(problem.lengths[:, None], share),
+        top_k=1,
+        capacity=problem.capacity,
+        ep_size=8,
+        dp_size=16,
+        num_shards=2,
+        cost=CostModel((OperatorClass("softmax", Fraction(1), Fraction(1, 4)),)),
+    )
+
+
 @given(st.integers(0, 10_000))
 @settings(max_examples=40, deadline=None)
 def test_plans_are_feasible_and_above_the_bound(seed):
@@ -74,19 +91,7 @@ def test_same_seed_same_plan_for_any_number_of_threads(problem, mixed):
     assert one.plan.to_dict() == two.plan.to_dict()
 
 
-def test_few_experts_a_rank_mix_and_many_take_turns(problem):
-    rng = np.random.default_rng(0)
-    share = rng.dirichlet(np.full(16, 2.0), size=(problem.num_samples, 6))
-    few = Problem.from_arrays(
-        problem.lengths,
-        rng.multinomial(problem.lengths[:, None], share),
-        top_k=1,
-        capacity=problem.capacity,
-        ep_size=8,
-        dp_size=16,
-        num_shards=2,
-        cost=CostModel((OperatorClass("softmax", Fraction(1), Fraction(1, 4)),)),
-    )
+def test_few_experts_a_rank_mix_and_many_take_turns(problem, few):
     assert packing_leads(few) > 0.3 > packing_leads(problem)
     for case in (few, problem):
         plans = {
@@ -95,6 +100,36 @@ def test_few_experts_a_rank_mix_and_many_take_turns(problem):
         }
         assert (plans[None] == plans[True]) == (case is few)
         assert (plans[None] == plans[False]) == (case is problem)
+
+
+@pytest.mark.parametrize("spec", ["rounds=2", "sweeps=3.0"])
+def test_what_is_said_of_turns_makes_turns(few, spec):
+    plans = [
+        solve(few, f"alternating({options})", iteration_limit=200_000, seed=1).plan.to_dict()
+        for options in (spec, f"{spec}, mixed=False", "mixed=True")
+    ]
+    assert plans[0] == plans[1] != plans[2]
+    with pytest.raises(InvalidInputError, match="mixed=True takes no turns"):
+        solve(few, f"alternating({spec}, mixed=True)", iteration_limit=1000)
+
+
+def test_mixing_is_done_where_it_is_asked_for(few):
+    small = Problem.from_arrays(
+        few.lengths[:48],
+        few.counts[:48],
+        top_k=few.top_k,
+        capacity=few.capacity,
+        ep_size=8,
+        dp_size=16,
+        num_shards=2,
+        cost=few.cost,
+    )
+    plans = {}
+    for mixed in (None, False, True):
+        result = solve(small, Alternating(mixed=mixed), iteration_limit=60_000, seed=0)
+        assert violations(small, result.plan) == []
+        plans[mixed] = result.plan.to_dict()
+    assert plans[None] == plans[False] != plans[True]
 
 
 def test_mixing_keeps_to_a_limit_of_moves_and_to_time(problem):
